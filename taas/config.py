@@ -13,6 +13,7 @@ remembers would change runs. Unknown keys are errors (`ConfigError`) that name f
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from taas.errors import ConfigError, HeaderError
 from taas.header.arguments import TYPE_NAME, Kind, Option, choice, seconds, seconds_or_none, size, text_of
 from taas.header.options import DEFAULTS, SETTINGS
-from taas.wording import nearest, shown
+from taas.wording import nearest, refusal, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ BUILT_IN_TYPES: Mapping[str, InstanceType] = {
         ),
     )
 }
+_SIZED = re.compile(r"(?:([0-9]{1,4})\s*x)?([a-z]+[0-9]+)(?:[^a-z0-9]*x?([0-9]{1,4})(?:gpus?)?)?")
+"""A name and a number of GPUs, as people write them: ``a100.8``, ``8xa100``, ``a100x8``, ``g2-8``, ``g2``."""
 DATA_VM = "c1.4"
 """The type of the VMs that ``--cpus`` asks for."""
 
@@ -116,12 +119,35 @@ class Catalog:
         """The type called ``name``, which was typed after ``before``; a HeaderError has the types there are, and the nearest one."""
         if name in self.instances:
             return self.instances[name]
-        misspelt = not TYPE_NAME.fullmatch(name)  # else one of a size or kind that is not there
-        near = nearest(name, self.instances, 0.7) if misspelt else None
-        step = f"type {before}{near}" if near else "type one of them, or #pragma taas --gpus auto without one"
-        raise HeaderError(
-            f"{before}{shown(name)} is no instance type: allowed is {', '.join(self.instances)}; {step}"
+        fact = f"no instance type {before}{shown(name)}"
+        if meant := self._meant(name):
+            raise HeaderError(f"{fact}: did you mean {before}{meant}? (%taas types lists all)")
+        answer = f"type one of {', '.join(self.instances)}, or #pragma taas --gpus auto without one"
+        raise HeaderError(refusal(fact, answer))
+
+    def _meant(self, name: str) -> str | None:
+        """Return the type that a name was meant for: misspelt, of a size that is not there, or called after its GPU."""
+        name = name.lower()
+        if name in self.instances:
+            return name
+        found = _SIZED.fullmatch(name)
+        if found is None:
+            return nearest(name, self.instances, 0.7)
+        before, called, count = found.groups()
+        wanted = int(count or before or 1)
+        alike = [
+            kind
+            for kind in self.instances.values()
+            if called in (kind.gpu_model.lower(), kind.name.partition(".")[0]) and kind.gpus
+        ]
+        if not alike:
+            return None if TYPE_NAME.fullmatch(name) else nearest(name, self.instances, 0.7)
+        fit = max(
+            alike, key=lambda kind: (kind.gpus <= wanted, kind.gpus if kind.gpus <= wanted else -kind.gpus)
         )
+        several = wanted // fit.gpus if fit.gpus else 1
+        more = several in fit.vms and several > 1 and wanted % fit.gpus == 0
+        return f"{fit.name} with --gpus {wanted}" if more else fit.name
 
 
 def project_folder() -> Path:
@@ -187,7 +213,9 @@ def _setting(key: str, value: Any, path: Path) -> Any:
         return convert(str(value))
     except ValueError:
         wrote = f"{path}: {key} = {shown(str(value))}"
-        raise ConfigError(f"{wrote}: allowed is {convert.allowed}; write {convert.instead}") from None
+        near = convert.near(str(value))
+        answer = f"did you mean {near}? Allowed is {convert.allowed}" if near else f"write {convert.instead}"
+        raise ConfigError(refusal(wrote, answer, "" if near else convert.allowed)) from None
 
 
 def _instances(tables: Any, path: Path) -> dict[str, InstanceType]:
@@ -210,6 +238,6 @@ def _instances(tables: Any, path: Path) -> dict[str, InstanceType]:
 def _refuse_unknown(keys: list[str], allowed: list[str], path: Path) -> None:
     for key in keys:
         if key not in allowed:
-            raise ConfigError(
-                f"{path}: {shown(key)} is no key; allowed is {', '.join(allowed)}; write {nearest(key, allowed)}"
-            )
+            near = nearest(key, allowed, 0.6)
+            answer = f"did you mean {near}?" if near else f"write one of {', '.join(allowed)}"
+            raise ConfigError(refusal(f"{path}: {shown(key)} is no key", answer))

@@ -74,7 +74,7 @@ class TaasMagics(Magics):
         """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, the same thing as the two header lines."""
         header = find_header(cell)
         if line.strip():
-            twice = "%%taas with options above #!TYPE or #pragma taas: allowed is one; leave one out"
+            twice = "%%taas with options above #!TYPE or #pragma taas: leave one of the two out"
             header = replace(parse_magic_line(line), problem=None if header is None else twice)
         header, cell = header or parse_magic_line(line), cell if header and not header.magic else "\n" + cell
         try:
@@ -137,8 +137,8 @@ def _tell_late_header(shell: Any) -> None:
     if sys.displayhook is shell.displayhook and find_header(cell) is not None:
         line = "%load_ext taas" if "load_ext" in cell else "import taas"
         sys.stderr.write(
-            f"taas: {line} came too late for the header of its own cell, which is a comment for now: allowed is a cell of its "
-            "own above; taas is loaded now, so run this cell again\n"
+            f"taas: {line} came too late for the header of its own cell, which was a comment this time: taas is loaded now, so "
+            "run this cell again; and give it a cell of its own above\n"
         )
 
 

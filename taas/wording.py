@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import signal
+import textwrap
 from collections.abc import Iterable, Sequence
 
 LONGEST = 1 << 18
@@ -37,6 +38,28 @@ def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | Non
     names = list(allowed)
     found = difflib.get_close_matches(text[:60].lower(), names, n=1, cutoff=cutoff)
     return found[0] if found else None
+
+
+def refusal(fact: str, answer: str, allowed: str = "") -> str:
+    """The one line of a refusal: what is wrong, what to type instead, and after that what is allowed at all."""
+    return f"{fact}: {answer}{f'; allowed is {allowed}' if allowed else ''}"
+
+
+_COLUMNS, _LEFT = 80, 24
+
+
+def in_columns(rows: Iterable[tuple[str, str]]) -> str:
+    """Lay out what can be typed, and what it does, side by side in 80 columns, as a terminal has them."""
+    lines = list[str]()
+    for left, right in rows:
+        typed = textwrap.wrap(left, _COLUMNS, subsequent_indent=" " * 6, break_on_hyphens=False)
+        about = textwrap.wrap(right, _COLUMNS - _LEFT, break_on_hyphens=False)
+        if len(typed) == 1 and len(left) <= _LEFT - 2:
+            lines.append(f"{left:<{_LEFT}}{about.pop(0)}")
+        else:
+            lines += typed
+        lines += [" " * _LEFT + line for line in about]
+    return "\n".join(lines)
 
 
 def counted(count: int, thing: str) -> str:

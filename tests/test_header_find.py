@@ -61,7 +61,7 @@ PROBLEMS = {
     "#!g2.8\n#!g2.4\n": "allowed is one #!TYPE",
     "#pragma taas --gpus 8\n#!g2.8\n": "type #!g2.8 and below it #pragma taas --gpus 8",
     "#!g2.8 --gpus 8\n": "type #!g2.8 and below it #pragma taas --gpus 8",
-    "#!g2.8 #pragma taas --gpus 8\n": "alone on its line, and one #pragma taas below it; type #!g2.8 and",
+    "#!g2.8 #pragma taas --gpus 8\n": "type #!g2.8 and below it #pragma taas --gpus 8; allowed is one #!TYPE alone",
     "#!g2.8 # taas --gpus 8\n": "alone on its line",
     "#  pragma  tass --gpus 8\n": "type #pragma taas --gpus 8",
     "#PRAGMA TAAS --gpus 8\n": "type #pragma taas --gpus 8",
@@ -79,7 +79,7 @@ PROBLEMS = {
         )
     },
     "#!g2.4\n# --gpus 4\n": "type #pragma taas --gpus 4",
-    "#!g2.4\n#pragma\n": "type #pragma taas (or",
+    "#!g2.4\n#pragma\n": "type #pragma taas, or ##pragma",
     "#!g2.4\n#!pragma taas --background\n": "type #pragma taas --background",
 }
 

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.slow
 def completions(notebook: Notebook, text: str) -> list[str]:
     """Ask the kernel as a front end does when Tab is pressed; returns the last line as each choice makes it."""
     reply = notebook._client.complete(text, reply=True, timeout=60)["content"]
+    shown = reply["metadata"]["_jupyter_types_experimental"]
+    assert [one["text"] for one in shown] == reply["matches"]
+    assert all(len(one["type"]) > 4 for one in shown), "JupyterLab shows what each of them means"
     kept = text[: reply["cursor_start"]] + "{}" + text[reply["cursor_end"] :]
     return [kept.format(match).splitlines()[-1] for match in reply["matches"]]
 
@@ -61,11 +64,12 @@ def test_the_verbs_are_these() -> None:
     [
         ("stauts", "did you mean %taas status?"),
         ("frobnicate", "allowed is status, logs"),
-        ("logs --rnk 3", "type --rank"),
+        ("logs --rnk 3", "no option --rnk: did you mean --rank?"),
         ("logs --rank", "--rank has no value"),
-        ("status now", "status now is no option: allowed is --json"),
-        ("release -9", "allowed is none"),
-        ("engine nebula", "allowed is local, ray and its address, or slurm"),
+        ("status now", "now is no option: leave it out, or put a value in quotes; allowed is --json"),
+        ("release -9", "no option -9: leave it out; allowed is none"),
+        ("engine nebula", "type local; allowed is local, ray and its address, or slurm"),
+        ("engine slrum", "type slurm; allowed is local"),
         ("logs 'a", "a quote is opened and not closed"),
     ],
 )
@@ -96,7 +100,11 @@ def test_a_wrong_line_says_what_to_type(line: str, said: str) -> None:
         ("%%taas --ou", ["%%taas --output"]),
         ("%%taas --on g1", ["%%taas --on g1.1", "%%taas --on g1.2", "%%taas --on g1.4"]),
         ("x = 1\n%taas sta", ["%taas status", "%taas stacks"]),
+        ("%taas ", [f"%taas {verb}" for verb in VERBS]),
         ("%taas logs --f", ["%taas logs --follow"]),
+        ("%taas engine ", ["%taas engine local", "%taas engine ray", "%taas engine slurm"]),
+        ("%taas engine s", ["%taas engine slurm"]),
+        ("%taas engine slurm --pa", ["%taas engine slurm --partition"]),
     ],
 )
 def test_the_kernels_reply_completes(notebook: Notebook, typed: str, offered: list[str]) -> None:
@@ -204,4 +212,4 @@ def test_the_terminal_teaches_and_fails_with_a_status(tmp_path: Path) -> None:
     wrong = terminal("stauts")
     assert wrong.returncode == 2
     assert wrong.stderr == "taas: taas stauts: there is no such verb; did you mean taas status?\n"
-    assert "allowed is %taas engine in a notebook" in terminal("engine", "local").stderr
+    assert "type %taas engine in a notebook" in terminal("engine", "local").stderr

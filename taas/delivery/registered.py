@@ -75,7 +75,7 @@ def loaders_in_use(loaders: Sequence[Registration], used: tuple[str, ...]) -> li
     mine = [loader for loader in loaders if loader.variable in used]
     if loaders and not mine:
         raise HeaderError(
-            "--cpus, and the cell uses no registered DataLoader: allowed is with one; leave --cpus out"
+            "--cpus, and the cell uses no registered DataLoader: leave --cpus out, or iterate one that is registered"
         )
     said = "is registered, and this cell does not use it: not run"
     return [f"{loader.name} {said}" for loader in loaders if loader not in mine]

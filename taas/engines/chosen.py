@@ -12,7 +12,7 @@ from taas.engines.driven import DrivenEngine
 from taas.engines.ray import RayEngine
 from taas.engines.slurm import SlurmEngine
 from taas.errors import HeaderError
-from taas.wording import shown
+from taas.wording import nearest, refusal, shown
 
 _ELSEWHERE: dict[str, type[DrivenEngine]] = {"ray": RayEngine, "slurm": SlurmEngine}
 _said: list[EngineChoice] = []
@@ -26,9 +26,9 @@ def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoi
     """
     kind, *rest = words
     if rest if kind == "local" else kind not in _ELSEWHERE:
-        raise HeaderError(
-            f"{where} {shown(' '.join(words))}: allowed is local, ray and its address, or slurm and its options; type local"
-        )
+        near = nearest(kind, ("local", *_ELSEWHERE), 0.5) or "local"
+        allowed = "local, ray and its address, or slurm and its options"
+        raise HeaderError(refusal(f"{where} {shown(' '.join(words))}", f"type {near}", allowed))
     address = "" if kind == "local" else _ELSEWHERE[kind].read_address(rest, where, configured)
     return EngineChoice(kind, address, configured["engine.wait"], configured["engine.idle"])
 

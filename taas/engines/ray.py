@@ -50,7 +50,7 @@ class RayEngine(DrivenEngine):
         if address and not _ADDRESS.fullmatch(address):
             near = words[0] if ":" in words[0] else f"{words[0]}:6379"
             raise HeaderError(
-                f"{where} ray {shown(address)}: allowed is HOST:PORT of the cluster's head; type ray {shown(near)}"
+                f"{where} ray {shown(address)}: type ray {shown(near)}; allowed is HOST:PORT of the cluster's head"
             )
         return address
 

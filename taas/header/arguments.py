@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas.errors import HeaderError
-from taas.wording import counted, nearest, shown
+from taas.wording import counted, nearest, refusal, shown
 
 TYPE_NAME = re.compile(r"[a-z]\d+\.\d+", re.ASCII)
 
@@ -24,6 +25,7 @@ class Option:
         convert: what its value may be.
         setting: section and key of ``taas.toml`` that say what holds without it.
         delivers: concerns registered loaders only, so that it needs ``--cpus``.
+        meant_by: what other launchers call it, and people type for it.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Option:
     setting: str = ""
     repeats: bool = False
     delivers: bool = False
+    meant_by: tuple[str, ...] = ()
 
     @property
     def choices(self) -> list[str]:
@@ -43,6 +46,11 @@ class Option:
     def usage(self) -> str:
         """How it is typed."""
         return f"--{self.name} {self.metavar}".rstrip()
+
+    @property
+    def about(self) -> str:
+        """What its value is, and what it does, for completion."""
+        return ": ".join(filter(None, (self.metavar, self.help)))
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,21 @@ def split_words(text: str) -> list[str]:
         return [*itertools.takewhile(lambda word: not word.startswith("#"), reader)]
     except ValueError:
         fact = f"{shown(text.strip())}: a quote is opened and not closed"
-        raise HeaderError(f"{fact}; allowed is 'a b' or \"a b\"; close it") from None
+        raise HeaderError(refusal(fact, "close it, as in 'a b' or \"a b\"")) from None
 
 
-def read_line(words: list[str], table: Mapping[str, Option], most_words: int = 0, above: str = "") -> Line:
-    """Read a line by a table of options, among which so many words may stand; ``above``: what else it may be, elsewhere.
+def read_line(
+    words: list[str],
+    table: Mapping[str, Option],
+    most_words: int = 0,
+    elsewhere: Mapping[str, str] | None = None,
+) -> Line:
+    """Read a line by a table of options, among which so many words may stand.
+
+    ``elsewhere``: by the name of what is no option here but might be taken for one, what to type instead.
 
     Raises:
-        HeaderError: one line: what is wrong, what is allowed, what to type instead.
+        HeaderError: one line: what is wrong, what to type instead, what is allowed.
     """
     alone: list[str] = []
     given: dict[str, Any] = {}
@@ -81,43 +96,78 @@ def read_line(words: list[str], table: Mapping[str, Option], most_words: int = 0
             alone.append(word)
             continue
         if not word.startswith("--") or name not in table:
-            raise HeaderError(_unknown(word, table, above))
+            raise HeaderError(_unknown(word, table, elsewhere or {}))
         option = table[name]
         if name in given and not option.repeats:
-            raise HeaderError(f"--{name} is given twice: allowed is once; leave one of them out")
-        result = _read_value(option, value if equals else None, waiting)
+            raise HeaderError(refusal(f"--{name} is given twice", "leave one of them out"))
+        result = _read_value(option, value if equals else None, waiting, alone=most_words == 0)
         given[name] = (*given.get(name, ()), result) if option.repeats else result
     return Line(tuple(alone), given)
 
 
-def _unknown(word: str, table: Mapping[str, Option], above: str) -> str:
-    name = word.lstrip("-").partition("=")[0].replace("_", "-")
-    near = nearest(name, table, 0.6 if word.startswith("-") else 0.8)
-    step = f"type --{near}" if near else "leave it out (a value is one word: a,b or 'a b')"
-    allowed = ", ".join([above] * bool(above) + [f"--{name}" for name in table])
-    return f"{shown(word)} is no option: allowed is {allowed or 'none'}; {step}"
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
+"""What an option begins with, and what editors and web pages make of that."""
 
 
-def _read_value(option: Option, joined: str | None, waiting: list[str]) -> Any:
-    """Read an option's value: what was joined to it by ``=``, else the next word."""
+def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str]) -> str:
+    """Say what a word that is no option was meant to be, or else what there is."""
+    typed, equals, value = word.partition("=")
+    name = typed.lstrip(_DASHES).replace("_", "-").lower()
+    is_option = typed[:1] in tuple(_DASHES) and bool(name)
+    fact = f"no option {shown(typed)}" if is_option else f"{shown(word)} is no option"
+    if name in elsewhere and (is_option or equals):
+        return refusal(fact, elsewhere[name].format(value=shown(value) or "…"))
+    meant = next((option.name for option in table.values() if name in option.meant_by), None)
+    meant = name if name in table else meant if is_option or equals else None
+    if word.isdecimal() and "gpus" in table:
+        return f"{fact}: did you mean --gpus {shown(word)}?"
+    near = meant or nearest(name, table, 0.6 if is_option else 0.8)
+    if near:
+        return f"{fact}: did you mean --{near}{equals}{shown(value)}?"
+    allowed = ", ".join(f"--{name}" for name in table) or "none"
+    return refusal(fact, "leave it out" if is_option else "leave it out, or put a value in quotes", allowed)
+
+
+def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone: bool) -> Any:
+    """Read an option's value: what was joined to it by ``=``, else the next word.
+
+    ``alone``: no words of their own may stand on the line, so that those which follow were meant for it.
+    """
     name = option.name
+    is_next = joined is None and bool(waiting) and not waiting[0].startswith("--")
     if option.convert is None:
         if joined is not None:
-            raise HeaderError(f"--{name}={shown(joined)}: allowed is --{name} without a value; type --{name}")
+            raise HeaderError(refusal(f"--{name}={shown(joined)}", f"type --{name}, which takes no value"))
+        if is_next and alone and waiting[0][:1] not in _DASHES and "=" not in waiting[0]:
+            fact = f"--{name} {shown(waiting[0])}"
+            raise HeaderError(refusal(fact, f"type --{name}, which takes no value"))
         return True
-    missing = joined is None and (not waiting or waiting[0].startswith("--"))
-    value = joined if joined is not None else "" if missing else waiting.pop(0)
+    value = joined if joined is not None else waiting.pop(0) if is_next else ""
+    beside = (
+        [*itertools.takewhile(lambda word: word[0] not in _DASHES, filter(None, waiting))] if alone else []
+    )
+    whole = " ".join((value, *beside))
     try:
-        return option.convert(value)
+        result = option.convert(value)
     except ValueError:
-        what = f"--{name} has no value" if missing else f"--{name} {shown(value)}"
-        allowed = f"allowed is {option.convert.allowed}; type --{name} {option.convert.instead}"
-        more = (
-            " (a name in {} or after $ is expanded only where the notebook has it)"
-            if {*"{$"} & {*value}
-            else ""
-        )
-        raise HeaderError(f"{what}: {allowed}{more}") from None
+        missing = joined is None and not is_next
+        fact = f"--{name} has no value" if missing else f"--{name} {shown(whole) or repr(whole)}"
+        raise HeaderError(_wrong_value(option, fact, option.convert.near(whole))) from None
+    near = option.convert.near(whole) if beside else None
+    if near and near != value:  # else the words have nothing to do with it
+        raise HeaderError(_wrong_value(option, f"--{name} {shown(whole)}", near))
+    return result
+
+
+def _wrong_value(option: Option, fact: str, near: str | None) -> str:
+    """Say what a value was meant to be, or else what it may be."""
+    assert option.convert is not None
+    if near:
+        return f"{fact}: did you mean --{option.name} {near}? Allowed is {option.convert.allowed}"
+    more = (
+        " (a name in {} or after $ is expanded only where the notebook has it)" if {*"{$"} & {*fact} else ""
+    )
+    return refusal(fact, f"type --{option.name} {option.convert.instead}", option.convert.allowed + more)
 
 
 # ---------------------------------------------------------------- kinds of values
@@ -131,18 +181,29 @@ class Kind:
         pattern: how its whole text looks.
         allowed, instead: that in words, and an example.
         make: text to value; a ValueError: it looks right and is not.
+        guess: what a text that is not allowed was meant to be, if anything.
     """
 
     pattern: str
     allowed: str
     instead: str
     make: Callable[[str], Any] = str
+    guess: Callable[[str], str] = str
 
     def __call__(self, text: str) -> Any:
         """Return the value of a text; a ValueError: it is not allowed."""
         if not re.fullmatch(self.pattern, text, re.DOTALL):
             raise ValueError(text)
         return self.make(text)
+
+    def near(self, text: str) -> str | None:
+        """Return what a text that is not allowed was surely meant to be, as it is typed."""
+        guess = self.guess(text.strip())
+        try:
+            self(guess)
+        except ValueError:
+            return None
+        return guess if re.fullmatch(r"[^\s'\"#]+", guess) else f"'{guess}'"
 
 
 _NUMBER, _NAME = "[0-9]{1,15}", r"[^\W\d]\w*"
@@ -163,17 +224,42 @@ def _between(low: int, high: int) -> Callable[[str], int]:
 
 
 _MOST = 10**15 - 1
+_THOUSANDS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_IN_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+def _number_in(text: str) -> str:
+    """Find the number that a text was meant to be: ``20,480``, ``20k``, ``1e3``, ``8 GPUs``, ``four``; else nothing."""
+    plain = text.lower().replace("_", "").replace(",", "").strip("=\"' ")
+    if plain in _IN_WORDS:
+        return str(_IN_WORDS.index(plain))
+    found = re.match(r"([0-9]{1,15}(?:\.[0-9]+)?(?:e[0-9])?)\s*([kmgb]?)(?![0-9])", plain)
+    if found is None:
+        return ""
+    return f"{math.ceil(float(found[1]) * _THOUSANDS.get(found[2], 1) - 1e-6)}"
+
+
+def _number_within(low: int, high: int) -> Callable[[str], str]:
+    def guess(text: str) -> str:
+        number = _number_in(text)
+        return str(min(max(int(number), low), high)) if number else ""
+
+    return guess
 
 
 def whole(low: int, high: int = _MOST) -> Kind:
     """A whole number from ``low`` to ``high``."""
     bounds = f"of at least {low}" if high == _MOST else f"from {low} to {high}"
-    return Kind(_NUMBER, f"a whole number {bounds}", "1", _between(low, high))
+    return Kind(
+        _NUMBER, f"a whole number {bounds}", "1", _between(low, high), guess=_number_within(low, high)
+    )
 
 
 def choice(*words: str) -> Kind:
     """One of a few words."""
-    return Kind("|".join(words), " or ".join(words), words[0])
+    return Kind(
+        "|".join(words), " or ".join(words), words[0], guess=lambda text: nearest(text, words, 0.5) or ""
+    )
 
 
 def text_of(allowed: str, instead: str) -> Kind:
@@ -187,6 +273,7 @@ gpus = Kind(
     f"a whole number from 1 to {MAX_GPUS}, or auto",
     "auto",
     lambda text: None if text == "auto" else _between(1, MAX_GPUS)(text),
+    lambda text: "auto" if text.lower() in ("all", "every", "max", "-1", "*") else _number_in(text),
 )
 """How many ranks; None for ``auto``."""
 
@@ -199,11 +286,19 @@ def _counts(text: str) -> int | dict[str, int]:
     return counts.get("", counts)
 
 
+def _counts_meant(text: str) -> str:
+    """Find the numbers that a text was meant to be: ``20k``, ``train: 5, valid: 6``."""
+    if not re.search("[=:]", text):
+        return _number_in(text)
+    return re.sub(r"[\s,;]+", ",", re.sub(r"\s*[=:]\s*", "=", text))
+
+
 units = Kind(
     f"{_NUMBER}|{_listed(f'{_NAME}={_NUMBER}')}",
     "a whole number of at least 1, or NAME=K,… with each loader once",
     "20480",
     _counts,
+    _counts_meant,
 )
 """Elements of each loader, or of each loader by its name."""
 
@@ -220,15 +315,23 @@ def ranks(*words: str) -> Kind:
         return tuple(sorted({rank for end in ends for rank in range(end[0], end[-1] + 1)}))
 
     pattern = "|".join((*words, _listed(f"{_NUMBER}(?:-{_NUMBER})?")))
-    return Kind(pattern, f"{', '.join(words)}, or ranks such as 0,3-5", "all", make)
+    allowed = f"{', '.join(words)}, or ranks such as 0,3-5"
+    return Kind(pattern, allowed, "all", make, _ranks_meant)
+
+
+def _ranks_meant(text: str) -> str:
+    """Find the ranks that a text was meant to name: ``0, 1``, ``[0,1]``, ``0:3``, ``0..3``, ``rank 3``."""
+    inner = re.sub(r"ranks?|[\[\](){}'\"]", "", text.lower()).strip()
+    inner = re.sub(r"\s*(?:-|–|:|\.\.+|to)\s*", "-", inner)
+    return re.sub(r"[\s,;]+", ",", inner)
 
 
 def check_ranks(ranks: tuple[int, ...], world_size: int, option: str) -> None:
     """Refuse ranks, by a HeaderError, that a run does not have."""
     if ranks[-1] >= world_size:
         raise HeaderError(
-            f"--{option} with rank {ranks[-1]}: allowed is up to {world_size - 1} in a run of "
-            f"{counted(world_size, 'rank')}; type --{option} all"
+            f"--{option} with rank {ranks[-1]}: type --{option} all; allowed is up to {world_size - 1} in a run of "
+            f"{counted(world_size, 'rank')}"
         )
 
 
@@ -237,6 +340,7 @@ names = Kind(
     "names of the notebook with commas and without spaces between them, or none",
     "model,losses",
     lambda text: () if text == "none" else tuple(dict.fromkeys(text.split(","))),
+    lambda text: ",".join(re.findall(r"(?<![\w.])[^\W\d]\w*", text)),
 )
 """Names of the notebook, or none."""
 
@@ -261,11 +365,38 @@ def _measured(text: str) -> float:
 
 
 _TIME = r"[0-9]{1,9}(?:\.[0-9]{1,6})?(?:s|sec|m|min|h)?"
+_OTHER_TIMES = {
+    "ms": (0.001, "s"),
+    "s": (1, "s"),
+    "m": (1, "min"),
+    "h": (1, "h"),
+    "d": (24, "h"),
+    "w": (168, "h"),
+}
+
+
+def _time_meant(text: str) -> str:
+    """Find the time that a text was meant to be: ``5 minutes``, ``2hrs``, ``1 day``, ``1:30:00``, ``500ms``."""
+    clock = re.fullmatch(r"(?:([0-9]{1,3}):)?([0-9]{1,3}):([0-9]{2})", text)
+    if clock is not None:
+        hours, minutes, left = (int(part or 0) for part in clock.groups())
+        return f"{3600 * hours + 60 * minutes + left}"
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*(ms|[smhdw])[a-z]*\.?", text.lower())
+    if found is None:
+        return ""
+    times, unit = _OTHER_TIMES[found[2]]
+    return f"{float(found[1]) * times:g}{unit}"
+
+
 seconds = Kind(
-    rf"(?=[^a-z]*[1-9]){_TIME}", "a number of seconds above 0, or a time such as 5min", "300", _measured
+    rf"(?=[^a-z]*[1-9]){_TIME}",
+    "a number of seconds above 0, or a time such as 5min",
+    "300",
+    _measured,
+    _time_meant,
 )
 """A length of time above 0, in seconds where no unit is given."""
-seconds_or_none = Kind(_TIME, "a number of seconds, or a time such as 5min", "300", _measured)
+seconds_or_none = Kind(_TIME, "a number of seconds, or a time such as 5min", "300", _measured, _time_meant)
 """A length of time that may be 0."""
 size = Kind(
     r"[0-9]{1,15}|[0-9]{1,12}(?:\.[0-9]{1,6})?\s*[KMGT]i?B?",
@@ -274,7 +405,12 @@ size = Kind(
     lambda text: int(_measured(text)),
 )
 """A number of bytes."""
-run_name = Kind(r"\w[\w.-]{0,59}", "up to 60 letters, digits, dots, dashes and underscores", "train")
+run_name = Kind(
+    r"\w[\w.-]{0,59}",
+    "up to 60 letters, digits, dots, dashes and underscores",
+    "train",
+    guess=lambda text: re.sub(r"[^\w.-]+", "-", text).strip(".-")[:60],
+)
 """A name that can be typed after ``%taas logs``."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
@@ -283,5 +419,6 @@ backend = Kind(
     f"{_BACKEND}|{_listed(f'(?:cpu|cuda):{_BACKEND}')}",
     f"{', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl",
     "gloo",
+    guess=lambda text: nearest(text, (*BACKENDS, "cpu:gloo,cuda:nccl"), 0.5) or "",
 )
 """A torch.distributed backend, or one per device type."""

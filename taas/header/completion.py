@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
@@ -19,23 +19,34 @@ _OPTIONS = re.compile(r"\s*(?:#\s?pragma\s+taas|(%%)taas)\s(.*)")
 _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
-def offers(line: str) -> tuple[str, list[str]]:
-    """Return the text that is completed at the end of a line, and what it may become."""
+def offers(line: str) -> tuple[str, dict[str, str]]:
+    """Return the text that is completed at the end of a line, and what it may become, with what each of that means."""
     *before, word = re.split(r"[\s=]+", line)
-    allowed: Iterable[str] = ()
+    allowed: Mapping[str, str] = {}
     if kind := _TYPE.fullmatch(line):
-        word, allowed = kind[1], load_catalog().instances
+        word, allowed = kind[1], _types()
     elif verb := _VERB.fullmatch(line):
         allowed = complete(verb[1].lstrip())
     elif header := _OPTIONS.fullmatch(line):
         table = {"on": ON, **OPTIONS} if header[1] else OPTIONS
         asking = table.get(before[-1].removeprefix("--"))
-        allowed = _values(asking) if asking and asking.convert else [f"--{name}" for name in table]
-    return word, [text for text in allowed if text.startswith(word)]
+        if asking is not None and asking.convert is not None:
+            allowed = _values(asking)
+        else:
+            allowed = {f"--{name}": option.about for name, option in table.items()}
+    return word, {text: about for text, about in allowed.items() if text.startswith(word)}
 
 
-def _values(option: Option) -> Iterable[str]:
-    return load_catalog().instances if option.name == "on" else option.choices
+def _types() -> dict[str, str]:
+    kinds = load_catalog().instances.values()
+    return {
+        kind.name: f"{kind.gpus} {kind.gpu_model}, {kind.vcpus} vCPUs" if kind.gpus else f"{kind.vcpus} vCPUs"
+        for kind in kinds
+    }
+
+
+def _values(option: Option) -> dict[str, str]:
+    return _types() if option.name == "on" else dict.fromkeys(option.choices, option.help)
 
 
 @context_matcher(identifier="taas", priority=100)
@@ -49,7 +60,8 @@ def header_matcher(context: Any) -> dict[str, Any]:
     ):  # nothing is typed; or taas.toml is wrong: the cell says so when it is executed
         return {"completions": [], "suppress": False}
     return {
-        "completions": [SimpleCompletion(text, type="taas") for text in texts],
+        # JupyterLab shows the type beside each text, and nothing else
+        "completions": [SimpleCompletion(text, type=about) for text, about in texts.items()],
         "matched_fragment": word,
         "ordered": True,
         "suppress": bool(texts),

@@ -26,7 +26,7 @@ from taas.config import Catalog, InstanceType
 from taas.errors import HeaderError
 from taas.header.arguments import TYPE_NAME
 from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
-from taas.wording import counted, nearest, shown
+from taas.wording import counted, nearest, refusal, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class HeaderText:
 _PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
 _TYPE = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])+)\s*((?:--|#).*)?")
 """A type after ``#!``, and what stands on its line besides; what has words behind it is an ordinary comment."""
-_TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,-]\w+)?|.*[{$].*", re.ASCII | re.IGNORECASE)
+_TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,:-]\w+)?|.*[{$].*", re.ASCII | re.IGNORECASE)
 """What is meant as a type also without a pragma: written like one, or like a GPU: ``g2-8``, ``8xA100``."""
 _WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
 """The first two words of a comment, and the rest."""
@@ -112,10 +112,8 @@ def _out_of_order(head: list[str], types: list[re.Match[str]], pragmas: list[re.
         return None
     options = " ".join(["#pragma taas", *(line[1] for line in pragmas if line[1]), *beside])
     right = f"#!{types[0][1]} and below it {options}" if types else options
-    return (
-        f"{shown(' / '.join(lines))}: allowed is one #!TYPE alone on its line, and one #pragma taas below it; "
-        f"type {shown(right, 120)}"
-    )
+    allowed = "one #!TYPE alone on its line, and one #pragma taas below it"
+    return refusal(shown(" / ".join(lines)), f"type {shown(right, 120)}", allowed)
 
 
 def _nearly(comment: str, *, headed: bool) -> str | None:
@@ -124,7 +122,7 @@ def _nearly(comment: str, *, headed: bool) -> str | None:
     if meant is None:
         return None
     right = shown(f"#pragma taas {meant}".strip())
-    return f"{shown(comment)} is a comment: allowed is #pragma taas and options; type {right} (or ##pragma to switch it off)"
+    return f"{shown(comment)} is a comment: type {right}, or ##pragma to switch it off"
 
 
 def _meant(comment: str, *, headed: bool = False) -> str | None:
@@ -152,8 +150,8 @@ def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
             kind = _TYPE.fullmatch(comment)
             if (kind and TYPE_NAME.fullmatch(kind[1].lower())) or _meant(comment) is not None:
                 where = f"line {number}, {shown(comment)}, stands below code"
-                cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
-                return f"{where}: allowed is only blank lines and comments above a header; {cure}"
+                cure = "leave it out, the cell has a header" if headed else "move it to the top of the cell"
+                return refusal(where, cure, "only blank lines and comments above a header")
         at += len(line) + 1
         quotes += line.count('"""') + line.count("'''")
     return None
@@ -196,24 +194,22 @@ def _shape(kind: InstanceType | None, given: dict[str, Any], visible: int, befor
     """How many VMs, ranks on each, and GPUs for each rank; an instance type is typed after ``before``."""
     if kind is None:
         if "gpus" not in given:
-            raise HeaderError(f"neither {before}TYPE nor --gpus: allowed is either or both; type --gpus auto")
+            fact = f"neither {before}TYPE nor --gpus says what the cell runs on"
+            raise HeaderError(refusal(fact, "type --gpus auto"))
         return {"vms": 1, "ranks_per_vm": given["gpus"] or visible or 2, "gpus_per_rank": 1}
     needing = next((option for option in ("gpus", "rehearse") if option in given), None)
     if needing is not None and kind.gpus == 0:
-        raise HeaderError(
-            f"--{needing} on {kind.name}, which has no GPU: allowed is one process without it; "
-            f"leave --{needing} out, or type {before}g2.8"
-        )
+        answer = f"leave --{needing} out for one process, or type {before}g2.8"
+        raise HeaderError(refusal(f"--{needing} on {kind.name}, which has no GPU", answer))
     if "gpus" not in given:
         return {"vms": 1, "ranks_per_vm": 1, "gpus_per_rank": kind.gpus}
     ranks = given["gpus"] or kind.gpus
     possible = {kind.gpus * vms: vms for vms in sorted(kind.vms)}
     if ranks not in possible:
         counts, vms = (", ".join(map(str, numbers)) for numbers in (possible, possible.values()))
-        raise HeaderError(
-            f"--gpus {ranks} on {kind.name}: allowed is {counts} ({vms} times the {counted(kind.gpus, 'GPU')} of a VM); "
-            f"type --gpus {min((count for count in possible if count >= ranks), default=max(possible))}"
-        )
+        fit = min((count for count in possible if count >= ranks), default=max(possible))
+        allowed = f"{counts} ({vms} times the {counted(kind.gpus, 'GPU')} of a VM)"
+        raise HeaderError(refusal(f"--gpus {ranks} on {kind.name}", f"type --gpus {fit}", allowed))
     return {"vms": possible[ranks], "ranks_per_vm": kind.gpus, "gpus_per_rank": 1}
 
 
@@ -221,23 +217,21 @@ def _check_keep(given: dict[str, Any]) -> None:
     """Kept ranks hold the names their notebook holds, for its next cell: they don't go on without it, nor start anew."""
     for other in ("background", "max-restarts", "return"):
         if "keep" in given and given.get(other):
-            raise HeaderError(f"--keep with --{other}: allowed is one of them; leave --{other} out")
+            raise HeaderError(refusal(f"--keep with --{other}", f"leave --{other} out"))
 
 
 def _check_delivery(given: dict[str, Any], registered: Sequence[str]) -> None:
     """Options about registered loaders need ``--cpus``, and ``--cpus`` needs a registered loader."""
     asked = next((name for name in given if OPTIONS[name].delivers or name == "cpus"), None)
     if asked is not None and not registered:
-        raise HeaderError(
-            f"--{asked}, and no DataLoader is registered: allowed is after taas.register(loader); "
-            f"type that in a cell above, or leave --{asked} out"
-        )
+        fact = f"--{asked}, and no DataLoader is registered"
+        answer = f"type taas.register(loader) in a cell above, or leave --{asked} out"
+        raise HeaderError(refusal(fact, answer))
     if asked is not None and "cpus" not in given:
-        raise HeaderError(f"--{asked} without --cpus: allowed is with it; type --cpus 1 --{asked} …")
+        raise HeaderError(refusal(f"--{asked} without --cpus", f"type --cpus 1 --{asked} …"))
     units = given.get("units")
     for name, count in units.items() if isinstance(units, dict) else ():
         if name not in registered:
-            raise HeaderError(
-                f"--units {shown(name)}={count}: allowed is the registered {', '.join(registered)}; "
-                f"type --units {nearest(name, registered)}={count}"
-            )
+            fact = f"--units {shown(name)}={count}: no loader is registered as {shown(name)}"
+            answer = f"type --units {nearest(name, registered)}={count}"
+            raise HeaderError(refusal(fact, answer, f"the registered {', '.join(registered)}"))

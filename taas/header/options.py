@@ -29,6 +29,7 @@ from taas.header.arguments import (
     units,
     whole,
 )
+from taas.wording import in_columns
 
 
 def _row(
@@ -61,21 +62,25 @@ class RunSpec:
     ranks_per_vm: int = 1
     gpus_per_rank: int = 1
     # fmt: off
-    data_vms: int = _row("1..8", whole(1, 8), "c1.4 VMs on which each registered DataLoader runs", 0, option="cpus")
+    data_vms: int = _row("1..8", whole(1, 8), "c1.4 VMs on which each registered DataLoader runs", 0, option="cpus",
+                         meant_by=("num-workers", "workers", "data-vms"))
     units: int | dict[str, int] | None = _row(  # noqa: RUF009 - a field
         "K|NAME=K,…", units, "elements taken from each registered loader in all", None, delivers=True)
-    name: str | None = _row("NAME", run_name, "what the run is called in %taas status, logs and stop", None)
-    background: bool = _row("", None, "give the prompt back at once; %taas attach brings the results", False)
-    rehearse: bool = _row("", None, "CPU ranks in place of GPUs, also where there are GPUs", False)
+    name: str | None = _row("NAME", run_name, "what the run is called in %taas status, logs and stop", None,
+                            meant_by=("job-name", "run-name"))
+    background: bool = _row("", None, "give the prompt back at once; %taas attach brings the results", False,
+                            meant_by=("b", "bg", "d", "detach", "daemon", "async"))
+    rehearse: bool = _row("", None, "CPU ranks in place of GPUs, also where there are GPUs", False,
+                          meant_by=("dry-run", "no-gpu", "no-gpus", "no-cuda", "cpu-only", "simulate"))
     backend: str | None = _row(
         "|".join(BACKENDS), backend, "torch.distributed backend in place of the one the cell asks for", None)
     max_restarts: int = _row("R", whole(0, 100), "start again up to R times when a rank or VM is lost", 0,
-                             setting="run.max_restarts")
+                             setting="run.max_restarts", meant_by=("restarts", "retries", "retry"))
     hang_timeout: float = _row("S", seconds, "seconds (or 5min) without progress after which the cell shows the stacks",
-                               300.0, setting="run.hang_timeout")
+                               300.0, setting="run.hang_timeout", meant_by=("timeout",))
     output: Literal["0", "all", "none"] | tuple[int, ...] = _row(
         "0|all|none|LIST", ranks("0", "all", "none"), "ranks whose output the cell shows, such as 0,3-5", "0",
-        setting="run.output")
+        setting="run.output", meant_by=("o", "log", "logs", "stdout", "verbose", "show"))
     returned: tuple[str, ...] | None = _row(
         "NAME,…|none", names, "names that come back; all new and changed ones if not given", None, option="return")
     collect: tuple[str, ...] = _row("NAME,…", names, "names of which taas.collected has every rank's value", ())
@@ -88,8 +93,10 @@ class RunSpec:
     prebuffer: int | None = _row("UNITS", whole(0), "elements made ready before the ranks start", None, delivers=True)
     uneven: Literal["drop", "pad", "raise"] = _row(
         "drop|pad|raise", choice("drop", "pad", "raise"), "an uneven last round", "drop", delivers=True)
-    keep: bool = _row("", None, "the ranks stay, with their names, for the next --keep cell", False)
-    post_mortem: bool = _row("", None, "open the debugger in a rank that fails", False)
+    keep: bool = _row("", None, "the ranks stay, with their names, for the next --keep cell", False,
+                      meant_by=("persist", "reuse", "warm", "stay"))
+    post_mortem: bool = _row("", None, "open the debugger in a rank that fails", False,
+                             meant_by=("debug", "pdb", "pm"))
     notify: bool = _row("", None, "a notification of the browser, or a terminal's bell, when the run has ended", False)
     # fmt: on
 
@@ -111,7 +118,25 @@ class RunSpec:
 
 
 _GPUS = Option(  # it sets three fields, together with the instance type
-    "gpus", "N|auto", gpus, "ranks, one GPU each; auto: every GPU there is (2 rehearsed ranks if none)"
+    "gpus",
+    "N|auto",
+    gpus,
+    "ranks, one GPU each; auto: every GPU there is (2 rehearsed ranks if none)",
+    meant_by=(
+        *(
+            "n",
+            "np",
+            "g",
+            "nproc",
+            "nprocs",
+            "nproc-per-node",
+            "num-processes",
+            "num-procs",
+            "n-gpus",
+            "ngpus",
+        ),
+        *("num-gpus", "devices", "ranks", "world-size", "procs", "processes"),
+    ),
 )
 _FIELDS: dict[str, Option] = {
     row.name: replace(option, name=option.name or row.name.replace("_", "-"))
@@ -130,24 +155,37 @@ ON = Option(
     "TYPE",
     text_of("an instance type", "g2.8"),
     "instance type, as #!TYPE above a cell (only on a %%taas line; see %taas types)",
+    meant_by=("type", "instance", "instance-type", "machine", "t"),
+)
+_IN_HELP = dict.fromkeys(("help", "h"), "type %%taas? in a cell of its own, which shows what there is")
+_ABOVE = dict.fromkeys((ON.name, *ON.meant_by), "write #!TYPE on the line above (%taas types lists them)")
+_NOT_NEEDED = dict.fromkeys(
+    (
+        *("master-addr", "master-port", "standalone", "node-rank", "use-env", "start-method"),
+        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-rank"),
+    ),
+    "leave it out, the ranks of a run find each other",
+)
+_SEVERAL_VMS = dict.fromkeys(
+    ("nnodes", "num-machines", "nodes", "vms"),
+    "type --gpus N with the ranks of all machines together: #!g2.8 with --gpus 16 has two",
 )
 
 
 def options_table() -> str:
     """The options as plain text, for ``%%taas?`` and ``--help``."""
-    rows = (ON, *OPTIONS.values())
-    width = max(len(option.usage) for option in rows)
-    return "\n".join(f"{option.usage:<{width}}  {option.help}" for option in rows)
+    return in_columns([(option.usage, option.help) for option in (ON, *OPTIONS.values())])
 
 
 def read_options(text: str, *, magic: bool) -> dict[str, Any]:
     """Read the options of a header or magic line, expanded; those that were not given are not in the result.
 
     Raises:
-        HeaderError: one line: what is wrong, what is allowed, what to type instead.
+        HeaderError: one line: what is wrong, what to type instead, what is allowed.
     """
-    table, above = ({"on": ON, **OPTIONS}, "") if magic else (OPTIONS, "#!TYPE on the line above")
-    return dict(read_line(split_words(text), table, above=above).options)
+    table = {"on": ON, **OPTIONS} if magic else OPTIONS
+    elsewhere = {**_IN_HELP, **_NOT_NEEDED, **_SEVERAL_VMS, **({} if magic else _ABOVE)}
+    return dict(read_line(split_words(text), table, elsewhere=elsewhere).options)
 
 
 def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:

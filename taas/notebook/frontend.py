@@ -52,9 +52,7 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
         registered=[loader.name for loader in registered(shell.user_ns)],
     )
     if not has_code(cell):
-        raise HeaderError(
-            "a header and no code below it: allowed is both in one cell; write the code below the header"
-        )
+        raise HeaderError("a header and no code below it: write the code below the header, in the same cell")
     return launch(spec, cell, shell)
 
 

@@ -200,7 +200,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
     elif frontend.kernel == 0:
         chosen.read_choice(words, "taas engine", Catalog())
         raise HeaderError(
-            "taas engine in a terminal changes nothing: allowed is %taas engine in a notebook; or write [engine] "
+            "taas engine in a terminal changes nothing: type %taas engine in a notebook, or write [engine] "
             f'default = "{line.words[0]}" into taas.toml'
         )
     else:

@@ -5,11 +5,16 @@ What each verb does is in :mod:`taas.notebook.steering`, which is loaded when on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from taas.config import SLURM_OPTIONS
 from taas.errors import HeaderError
 from taas.header.arguments import Line, Option, ranks, read_line, text_of
+from taas.wording import in_columns
+
+_MOST_RUNS = 20
 
 
 @dataclass(frozen=True)
@@ -18,12 +23,14 @@ class Verb:
 
     Attributes:
         words: which words may follow, as help shows them.
+        offers: of these, the ones that stand for themselves, with what each means.
     """
 
     name: str
     words: str
     help: str
     options: tuple[Option, ...] = ()
+    offers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def usage(self) -> str:
@@ -40,29 +47,50 @@ class Verb:
 
 def help_text() -> str:
     """Return what ``%taas?`` and ``--help`` show."""
-    width = max(len(verb.usage) for verb in VERBS.values())
-    table = "\n".join(f"  {verb.usage:<{width}}  {verb.help}" for verb in VERBS.values())
+    table = in_columns((verb.usage, verb.help) for verb in VERBS.values())
     return (
-        "See and steer runs. %taas VERB in a notebook and taas VERB in a terminal are the same; %taas alone is\n"
-        f"%taas status. RUN is a run's name, this notebook's own first; without it its newest is meant.\n\n{table}\n\n"
-        "A cell becomes a run by the line `#pragma taas --gpus 8` on top of it; %%taas? lists the options."
+        "See and steer runs. %taas VERB in a notebook and taas VERB in a terminal are\n"
+        "the same; %taas alone is %taas status. RUN is a run's name, this notebook's own\n"
+        f"first; without it its newest is meant.\n\n{table}\n\n"
+        "A cell becomes a run by the line `#pragma taas --gpus 8` on top of it;\n"
+        "%%taas? lists the options."
     )
 
 
-def complete(line: str) -> list[str]:
-    """Return what may stand where the last word of a line is; the line begins after ``%taas``."""
-    name, *rest = line.split(" ")
+def complete(line: str) -> dict[str, str]:
+    """Return what may stand where the last word of a line is, and what it means; the line begins after ``%taas``."""
+    name, *rest = re.split(r"[\s=]+", line)
     verb = VERBS.get(name)
     if not rest:
-        return list(VERBS)
-    return [f"--{option.name}" for option in verb.options] if verb else []
+        return {verb.name: verb.help for verb in VERBS.values()}
+    if verb is None:
+        return {}
+    options = {f"--{option.name}": option for option in verb.options}
+    asking = options.get(([name, *rest])[-2])
+    if asking is not None and asking.convert is not None:
+        return dict.fromkeys(asking.choices, asking.help)
+    if rest[-1].startswith("-") or len(rest) > len(verb.words.split()):
+        return {text: option.about for text, option in options.items()}
+    if "RUN" in verb.words:
+        return _runs(live=name in ("stop", "stacks"))
+    return dict(verb.offers) or {text: option.about for text, option in options.items()}
+
+
+def _runs(*, live: bool) -> dict[str, str]:
+    """Return the newest runs, with what became of them; ``live``: those that go on."""
+    from taas.runs.records import read_records  # here: `import taas` is to stay cheap
+
+    found = [record for record in read_records()[::-1] if record.live or not live]
+    return {
+        record.name: f"{record.outcome or record.state}, of {record.owner}" for record in found[:_MOST_RUNS]
+    }
 
 
 # ---------------------------------------------------------------- the table
 
 
-_JSON = (Option("json"),)
-_TO = Option("to", "DIR", text_of("a folder", "program"))
+_JSON = (Option("json", help="for programs: one line of JSON"),)
+_TO = Option("to", "DIR", text_of("a folder", "program"), "where the program is written")
 _STOP = "end this notebook's run, or any by its name, as the interrupt button ends a cell; again, or --now: at once"
 _ROWS = (
     Verb("status", "", "the runs that go on: state, ranks, time, device, delivery, what is wrong", _JSON),
@@ -70,9 +98,12 @@ _ROWS = (
         "logs",
         "[RUN]",
         "what all ranks have written, or some (--rank 0,3-5)",
-        (Option("rank", "R", ranks("all")), Option("follow")),
+        (
+            Option("rank", "R", ranks("all"), "of these ranks, such as 0,3-5"),
+            Option("follow", help="go on until the run is over, or somebody has seen enough"),
+        ),
     ),
-    Verb("stop", "[RUN]", _STOP, (Option("now"),)),
+    Verb("stop", "[RUN]", _STOP, (Option("now", help="at once: what its cell would still save is lost"),)),
     Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together"),
     Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names"),
     Verb("top", "[RUN]", "a run's ranks, a row each: state, use, last line; redrawn each second"),
@@ -81,7 +112,7 @@ _ROWS = (
         "recover",
         "[RUN]",
         "bring what only ranks other than 0 wrote into the project",
-        (Option("overwrite"),),
+        (Option("overwrite", help="also in place of files that the project has"),),
     ),
     Verb(
         "export",
@@ -93,7 +124,12 @@ _ROWS = (
         "engine",
         "[local|ray ADDRESS|slurm]",
         "where machines come from; the options are Slurm's, --check tries it",
-        (*SLURM_OPTIONS, Option("check")),
+        (*SLURM_OPTIONS, Option("check", help="try what a run needs of it, and say what is missing")),
+        {
+            "local": "this machine",
+            "ray": "a Ray cluster: the address of its head, or auto on one of its nodes",
+            "slurm": "a Slurm cluster, with its options",
+        },
     ),
     Verb(
         "config",
@@ -108,7 +144,10 @@ _ROWS = (
         "in a terminal: a script as a cell; its header, or options such as --gpus 8 --on g2.8",
     ),
     Verb(
-        "install", "", "have every notebook load taas: a file in IPython's startup folder", (Option("undo"),)
+        "install",
+        "",
+        "have every notebook load taas: a file in IPython's startup folder",
+        (Option("undo", help="take that file away again"),),
     ),
     Verb("release", "", "give back warm ranks and machines that no run uses"),
     Verb(

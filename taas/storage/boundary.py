@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taas.errors import HeaderError, StorageDenied
-from taas.wording import shown, text_of
+from taas.wording import refusal, shown, text_of
 
 _SYSTEM = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/run")  # noqa: S108 named, never written
 _CACHES = (
@@ -124,10 +124,11 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
         if place.is_dir() and not root.is_relative_to(place):
             continue
         if os.path.lexists(root / path) or not place.is_relative_to(root):
-            raise HeaderError(
-                f"--shared {shown(path)}: allowed is a directory inside the project, there or not, or one elsewhere that is "
-                "there, and neither the project nor what holds it; type --shared checkpoints"
+            allowed = (
+                "a directory inside the project, there or not, or one elsewhere that is there, and neither the project "
+                "nor what holds it"
             )
+            raise HeaderError(refusal(f"--shared {shown(path)}", "type --shared checkpoints", allowed))
         missing.append(place)
     return missing
 
@@ -140,10 +141,9 @@ def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise HeaderError(
-                f"--shared {name} cannot be made ({error.strerror}): allowed is a directory that this user may make; "
-                "type --shared checkpoints"
-            ) from None
+            fact = f"--shared {name} cannot be made ({error.strerror})"
+            allowed = "a directory that this user may make"
+            raise HeaderError(refusal(fact, "type --shared checkpoints", allowed)) from None
         said.append(f"made the directory {name}, where every rank may write (--shared)")
     return said
 
