@@ -38,7 +38,7 @@ from taas.adopt.replica_group import (
     map_tensors,
     tensors_of,
 )
-from taas.capture.process_state import set_generators, states_of_generators
+from taas.capture.random_states import set_generators, states_of_generators
 from taas.errors import CannotAdopt, RanksDisagree
 from taas.wording import ranks_in_words, text_of
 

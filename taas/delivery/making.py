@@ -26,7 +26,7 @@ from torch.utils.data._utils import fetch
 
 from taas import _linux
 from taas.capture.arriving import unpack
-from taas.capture.process_state import set_generators, states_of_generators
+from taas.capture.random_states import set_generators, states_of_generators
 from taas.delivery.config import DeliveryConfig
 from taas.delivery.encoding import PackedElement, RawRegion, pack_element, pack_failure
 from taas.delivery.loader import DeliveredLoader
