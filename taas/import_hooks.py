@@ -8,8 +8,9 @@ import importlib.util
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,8 +54,10 @@ Around = Callable[[], AbstractContextManager[None]]
 class _Changed(importlib.abc.Loader):
     """Loads a module as its own loader does, then changes it, before anyone can take names from it."""
 
-    def __init__(self, native: importlib.abc.Loader, changes: Sequence[Change], around: Around) -> None:
-        self._native, self._changes, self._around = native, changes, around
+    def __init__(
+        self, native: importlib.abc.Loader, changes: Sequence[Change], arounds: Sequence[Around]
+    ) -> None:
+        self._native, self._changes, self._arounds = native, changes, arounds
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._native.create_module(spec)
@@ -64,7 +67,9 @@ class _Changed(importlib.abc.Loader):
         module.__loader__ = self._native
         if module.__spec__ is not None:
             module.__spec__.loader = self._native
-        with self._around():
+        with ExitStack() as stack:
+            for around in self._arounds:
+                stack.enter_context(around())
             self._native.exec_module(module)
         for change in self._changes:
             change(module)
@@ -76,13 +81,16 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}
         self.arounds: dict[str, Around] = {}
+        self.known = set[str]()  # modules that the notebook has imported
+        self.around_known: Around = nullcontext
         self._finding = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         # A change waits until the import, not the search: libraries look whether others are installed.
-        waits = fullname in self.changes or fullname in self.arounds
+        is_known = fullname in self.known and target is None  # a reload executes it anew in a notebook, too
+        waits = is_known or fullname in self.changes or fullname in self.arounds
         if not waits or getattr(self._finding, "name", "") == fullname:
             return None
         self._finding.name = fullname  # finders like this one search from the start again
@@ -90,12 +98,20 @@ class _Finder(importlib.abc.MetaPathFinder):
             for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
                 spec = finder.find_spec(fullname, path, target)
                 if spec is not None and spec.loader is not None:
-                    changes, around = self.changes.get(fullname, []), self.arounds.get(fullname, nullcontext)
-                    spec.loader = _Changed(spec.loader, changes, around)
+                    arounds = [self.arounds[fullname]] if fullname in self.arounds else []
+                    arounds += [partial(self._first_time, fullname)] if is_known else []
+                    spec.loader = _Changed(spec.loader, self.changes.get(fullname, []), arounds)
                     return spec
         finally:
             self._finding.name = ""
         return None
+
+    @contextmanager
+    def _first_time(self, name: str) -> Iterator[None]:
+        """Once a known module is there, another import of it is the program's own wish."""
+        self.known.discard(name)
+        with self.around_known():
+            yield
 
 
 _finder = _Finder()
@@ -114,6 +130,12 @@ def after_import(name: str, change: Change) -> None:
 def around_import(names: Collection[str], around: Around) -> None:
     """Execute modules, when they are imported, within ``with around():``."""
     _finder.arounds |= dict.fromkeys(names, around)
+    _begin()
+
+
+def around_imports_of_known(names: set[str], around: Around) -> None:
+    """Execute these modules, and no others of an earlier call, within ``with around():`` at their first import."""
+    _finder.known, _finder.around_known = names, around
     _begin()
 
 

@@ -173,3 +173,42 @@ def test_what_compilers_left_in_the_notebook_is_not_the_ranks(tmp_path: Path) ->
         "left here", (earlier,), f"seen = [n for n in {[*left, 'TRITON_HOME']} if n in os.environ]", "seen"
     )
     assert play(program, tmp_path, plain=False).value == "['TRITON_HOME']"
+
+
+# ---------------------------------------------------------------- random numbers that imports draw
+
+DRAWS = {
+    "draws": "import random\nsecret = random.random()\n",
+    "layer": "import torch\nlayer = torch.nn.Linear(2, 2)\n",
+    "noise": "import numpy\nnoise = numpy.random.rand(3)\nimport draws\n",
+    "seeds": "import random, torch\nrandom.seed(5)\ntorch.manual_seed(5)\n",
+}
+FILES = tuple((f"{name}.py", text) for name, text in DRAWS.items())
+NUMBERS = "import random, numpy, torch\nnumbers = random.random(), numpy.random.rand(), torch.rand(1).item()"
+SEED = "import random, numpy, torch\nrandom.seed(1); numpy.random.seed(1); torch.manual_seed(1)"
+DRAWN = [
+    ("a library", (f"import rich.console\n{SEED}",), f"import rich.console\n{NUMBERS}", ""),
+    ("the project's modules", (f"import draws, noise, layer\n{SEED}",), f"import draws, noise\nfrom layer import layer\n{NUMBERS}", ""),
+    ("one that seeds", (f"import seeds\n{SEED}",), f"import seeds\n{NUMBERS}", ""),
+    ("in a function", (f"def late():\n    import noise\n    return noise.noise[0]\nlate()\n{SEED}",), f"late()\n{NUMBERS}", ""),
+    ("new to both", (SEED,), f"import noise, layer, seeds\n{NUMBERS}", ""),
+    ("reloaded", (f"import importlib, draws\n{SEED}",), f"import draws\nimportlib.reload(draws)\n{NUMBERS}", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("drawn", DRAWN, ids=lambda drawn: drawn[0])
+def test_imports_draw_as_in_the_notebook(
+    drawn: tuple[str, tuple[str, ...], str, str], tmp_path: Path
+) -> None:
+    """What the notebook has imported draws nothing when a rank imports it; what is new draws in both."""
+    name, earlier, cell, probe = drawn
+    different = compare(row(name, earlier, cell, probe, files=FILES), tmp_path)
+    assert not different, "\n".join(different)
+
+
+def test_what_an_earlier_cells_ranks_imported_draws_nothing(tmp_path: Path) -> None:
+    """In a notebook without headers it would have been imported by then, whether or not a name came of it."""
+    late = "def late():\n    import noise, layer\n    return noise.noise.sum()"
+    cells = (late, "sum = late()", SEED, f"again = late()\n{NUMBERS}")
+    different = compare(Program("twice", cells, (1, 3), files=FILES), tmp_path)
+    assert not different, "\n".join(different)

@@ -15,6 +15,7 @@ from taas.capture.building import Builder, Loss, change
 from taas.capture.cells import users_names
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.holders import apart, loaded_as
+from taas.capture.import_draws import drawing_nothing, note_imported
 from taas.capture.libraries import join_devices
 from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.payload import Payload
@@ -62,7 +63,9 @@ def apply_answer(
     with no_collection():
         answer = _Incoming(fd, namespace, heap, known)
         answer.set_apart(loaded)
-        answer.build()
+        note_imported(answer.imported)
+        with drawing_nothing():  # what rank 0 drew is in the answer
+            answer.build()
         return answer.apply()
 
 
@@ -75,6 +78,11 @@ class _Incoming:
         self._made = dict(enumerate(heap.objects))
         self._builder = Builder(contents["states"], self._made, self._memory, namespace, tolerant=True)
         self._applied = Applied(lost=list(contents["lost"]), cells=contents["cells"])
+
+    @property
+    def imported(self) -> list[str]:
+        """The modules that rank 0 has imported in this cell."""
+        return self._contents["imported"]  # type: ignore[no-any-return]
 
     def set_apart(self, loaded: Mapping[str, Any] | None) -> None:
         """Leave modules as they are that were edited or reloaded here while the cell ran; say so. With None, all is left but names."""

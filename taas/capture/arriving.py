@@ -23,6 +23,7 @@ from taas.capture.holders import (
     loaded_as,
     set_apart,
 )
+from taas.capture.import_draws import imported_after, last_imported, put_back_draws_of
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, view_of
 from taas.capture.payload import Payload, write_file
@@ -124,6 +125,7 @@ class Arrival:
             self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
             self.names_before = {**self._namespace}
             self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
+        self.last_module_before = last_imported()
         self.state.mark()
         self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
 
@@ -207,6 +209,7 @@ class CellChanges:
             "next": len(heap.objects),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
+            "imported": imported_after(arrival.last_module_before),
             "there": [*self._visible],
             "own": [name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound],
             **self._told_of_names(),
@@ -388,6 +391,7 @@ def arrive(
 
 def _load_with_state(arrival: Arrival, project: Path | None, *, tolerant: bool = False) -> Builder:
     arrival.state.put_early(str(project or arrival.project))
+    put_back_draws_of(arrival.contents["known modules"])
     arrival.payload.take_sources()
     with no_collection():
         builder = arrival.load(tolerant=tolerant)

@@ -40,6 +40,7 @@ from taas.capture.holders import (
     modules_reached,
     set_apart,
 )
+from taas.capture.import_draws import known_modules
 from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.names import ANY, Needs, names_used_by, needs_of
@@ -227,6 +228,7 @@ class Capture:
             "history": history_of(shell),
             "imports": modules_used(packages, self._namespace),
             "imports of the cell": self._imports,
+            "known modules": known_modules(),
             "left behind": self.left_behind,
             "roots": dict(sorted(self._roots.items(), key=lambda root: heap.early(root[1]))),
             "places": self._places,

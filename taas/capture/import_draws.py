@@ -1,0 +1,68 @@
+"""Random numbers that are drawn while modules are imported: as many as in a notebook, which imports a module once.
+
+A rank is a new process. It imports anew what the notebook imported cells ago, and libraries draw at import (``rich`` picks
+an emoji, a project's module makes a layer). A plain cell would not have drawn again, so the rank puts back what such an
+import drew. What is new to both draws as it does in a plain cell. The notebook also counts what its ranks have imported in
+earlier cells: without the headers it would have imported that itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+
+from taas.capture.random_states import set_generators, states_of_generators
+from taas.import_hooks import around_imports_of_known
+
+_by_ranks: set[str] = set()
+"""In a notebook's kernel: the modules that ranks of its cells have imported."""
+
+
+def known_modules() -> str:
+    """Return in a notebook the names of the modules that it has imported, or its ranks have, a line each."""
+    return "\n".join(_by_ranks.union(sys.modules))
+
+
+def note_imported(names: Iterable[str]) -> None:
+    """Note in a notebook what rank 0 of a cell has imported."""
+    _by_ranks.update(names)
+
+
+def put_back_draws_of(known: str) -> None:
+    """Let the first import of each of the modules draw nothing in this rank; ``known`` is what :func:`known_modules` said."""
+    around_imports_of_known(set(known.split("\n")), drawing_nothing)
+
+
+def last_imported() -> str:
+    """Return the name of the module that was imported last."""
+    return next(reversed(sys.modules))
+
+
+def imported_after(last: str) -> list[str]:
+    """Return the modules that were imported after that one; others are not looked at (docs of ``imported_since``)."""
+    return list(itertools.takewhile(lambda name: name != last, reversed(sys.modules)))
+
+
+_puts_back = False
+
+
+@contextlib.contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Put back afterwards what the main thread has drawn of the process's random numbers; within another one, do nothing.
+
+    Another thread leaves them alone: it would put back what the main thread draws at the same time.
+    """
+    global _puts_back
+    if _puts_back or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _puts_back = True
+    states = states_of_generators(cuda=False)
+    try:
+        yield
+    finally:
+        _puts_back = False
+        set_generators(states, cuda=False)
