@@ -75,3 +75,19 @@ net(torch.ones(3, 4)).sum().backward(); optimizer.step()
 """)
     compared = "all(torch.allclose(full[name], value) for name, value in net.state_dict().items())"
     assert notebook.value(compared) == "True"
+
+
+def test_a_shard_is_named_by_what_holds_it(notebook: Notebook) -> None:
+    """By its name, as the cell's last value, by the module that holds it, and not by the first word of what is said."""
+    (notebook.folder / "holder.py").write_text("kept = None\n")
+    notebook.good("import torch, torch.distributed as dist, holder\nbefore = 1")
+    ran = notebook.good("""#pragma taas --gpus 2
+from torch.distributed.tensor import Shard, distribute_tensor
+mesh = dist.init_device_mesh("cuda", (2,))
+shard = distribute_tensor(torch.arange(6.), mesh, [Shard(0)])
+holder.kept, before = shard, (1, [shard])
+{"last": shard}""")
+    said = next(line for line in ran.stdout.splitlines() if line.startswith("taas: did not come back"))
+    names = said.removeprefix("taas: did not come back: ").partition(": rank 0 has only a shard")[0]
+    assert {*names.split(", ")} == {"shard", "before", "the cell's last value", "holder.kept"}
+    assert said.count("rank 0 has only a shard") == 1

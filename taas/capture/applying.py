@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 import types
 from collections.abc import Collection, Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from taas.capture import process_state
 from taas.capture.building import Builder, Loss, change
 from taas.capture.cells import users_names
+from taas.capture.flat import Lost
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.holders import apart, loaded_as
 from taas.capture.import_draws import drawing_nothing, note_imported
@@ -77,7 +77,8 @@ class _Incoming:
         self._memory = self._payload.brought(known)
         self._made = dict(enumerate(heap.objects))
         self._builder = Builder(contents["states"], self._made, self._memory, namespace, tolerant=True)
-        self._applied = Applied(lost=list(contents["lost"]), cells=contents["cells"])
+        self._applied = Applied(cells=contents["cells"])
+        self._lost = [Lost(*told) for told in contents["lost"]]
 
     @property
     def imported(self) -> list[str]:
@@ -115,11 +116,11 @@ class _Incoming:
         for name, n in contents["roots"].items():
             value = builder.build(n)
             if n in builder.lost:
-                self._lose(name or "the cell's last value", self._reason(n, n))
+                self._lose(name or "the cell's last value", self._reason(n, n), name)
             elif not name:
                 self._applied.value = value
             elif isinstance(value, MissingModule):
-                self._lose(name, value.reason)
+                self._lose(name, value.reason, name)
             else:
                 self._namespace[name] = value
                 self._applied.rebound.append(name)
@@ -134,8 +135,8 @@ class _Incoming:
                 if child not in self._made:
                     builder.build(child)
 
-    def _lose(self, what: str, why: str) -> None:
-        self._applied.lost.append(f"{what}: {why}")
+    def _lose(self, what: str, why: str = "", name: str = "") -> None:
+        self._lost.append(Lost(what, why, name))
 
     def _reason(self, n: int, whole: int) -> str:
         loss: Loss = self._builder.lost[n]
@@ -150,8 +151,8 @@ class _Incoming:
         as_before = MemoryTable(self._known, ()).regions_of(memories.values())
         for patch in header.patches:
             why = None if patch.region in as_before else self._known[patch.region].patch(patch, self._fd)
-            if why is not None and why not in applied.lost:
-                applied.lost.append(why)
+            if why is not None and Lost(why) not in self._lost:
+                self._lose(why)
         changed = self._change_in_place(held_back)
         for name in contents["deleted"]:
             self._namespace.pop(name, None)
@@ -160,12 +161,12 @@ class _Incoming:
             try:
                 process_state.put(contents["process state"])
             except Exception as error:  # an earlier cell may have replaced whatever is set
-                applied.lost.append(process_state.not_brought(error))
+                self._lose(*process_state.not_brought(error))
         known = [*self._heap.objects]
         self._learn(changed)
         if any(stretch.device != "cpu" for stretch in self._known.values()):
             self._join_devices(known)
-        applied.lost = _in_few_lines(applied.lost, contents["sharded"])
+        applied.lost = _in_few_lines(self._lost, contents["sharded"])
         applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
         applied.own = [*contents["own"], *unbound]
@@ -213,8 +214,7 @@ class _Incoming:
         try:
             join_devices([*known, *(self._namespace[name] for name in self._applied.rebound)])
         except RuntimeError as error:  # a full GPU
-            why = f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
-            self._applied.lost.append(why)
+            self._lose(f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})")
 
     def _learn(self, changed: list[int]) -> None:
         """Take over the numbers of what came, read it again, and say of what is not what rank 0 had.
@@ -231,11 +231,12 @@ class _Incoming:
         again = [n for n in changed if contents["changed"][n][0][0] != "reading"]
         heap.describe_after((*new, *again), Reader(self._namespace, project=contents["project"]))
         others = [n for n in (*new, *again) if n not in heap.failed and not heap.is_same(n)]
-        self._applied.lost += [
-            f"{self._path_to(n)}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
-            "need of it a name of its own)"
-            for n in others[:_FEW]
-        ]
+        for n in others[:_FEW]:
+            self._lose(
+                self._path_to(n),
+                "it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you need of it a "
+                "name of its own)",
+            )
         if others[_FEW:]:
             self._lose(f"{len(others) - _FEW} objects more", "they are not what rank 0 had, either")
         heap.take_back(contents["next"])
@@ -252,9 +253,14 @@ class _Incoming:
         return kind != "reading" or own
 
 
-def _in_few_lines(lost: Iterable[str], sharded: Collection[str]) -> list[str]:
+def _in_few_lines(lost: Iterable[Lost], sharded: Collection[str]) -> list[str]:
     """Say once of names that ranks have shards of that they have: whatever parts of them could not come, it is for that."""
-    names = {line: re.match(r"\w*", line)[0] for line in lost}  # type: ignore[index]
-    shards = {name: None for line, name in names.items() if name in sharded or ONLY_A_SHARD in line}
+    shards: dict[str, None] = {}
+    others: list[str] = []
+    for one in lost:
+        if one.name in sharded or ONLY_A_SHARD in one.why:
+            shards[one.name or one.what] = None
+        else:
+            others.append(one.line)
     once = [f"{', '.join(shards)}: {ONLY_A_SHARD}"] if shards else []
-    return once + [line for line, name in names.items() if name not in shards]
+    return once + others

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.cells import MAGIC, cell_numbers, dress, users_names
-from taas.capture.flat import LeftOut
+from taas.capture.flat import LeftOut, Lost
 from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection
 from taas.capture.holders import (
     all_holders,
@@ -171,7 +171,7 @@ class CellChanges:
         self._rebound = {name for name, item in self._visible.items() if before.get(name, self) is not item}
         self._heap: Heap = arrival.heap
         self._known = arrival.known
-        self._lost: list[str] = []
+        self._lost: list[Lost] = []
         self._changed: dict[int, bool] = {}  # whether its arguments are others, by number
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
         self._places_now = holders(arrival.project)
@@ -200,7 +200,7 @@ class CellChanges:
         contents = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
             "sources": sources,
-            "lost": [*self._lost, *self._asked_in_vain()],
+            "lost": [tuple(one) for one in (*self._lost, *self._asked_in_vain())],
             "project": arrival.project,
             "roots": bound,
             "places": self._places,
@@ -241,9 +241,9 @@ class CellChanges:
     def _is_returned(self, name: str) -> bool:
         return self._arrival.returned is None or name in self._arrival.returned
 
-    def _asked_in_vain(self) -> list[str]:
+    def _asked_in_vain(self) -> list[Lost]:
         return [
-            f"{name}: --return asks for it, and the cell made no such name"
+            Lost(name, "--return asks for it, and the cell made no such name")
             for name in sorted(self._arrival.returned or ())
             if name not in self._visible and name not in self._arrival.names
         ]
@@ -264,9 +264,9 @@ class CellChanges:
         try:
             changes = self._arrival.state.changes()
         except Exception as error:  # a cell may have replaced whatever is asked
-            self._lost.append(not_brought(error))
+            self._lost.append(Lost(*not_brought(error)))
             return None
-        self._lost += self._arrival.state.stayed
+        self._lost += map(Lost, self._arrival.state.stayed)
         return changes
 
     def _tell_left_out(self) -> None:
@@ -280,7 +280,7 @@ class CellChanges:
                 as_it_was or heap.number[id(one.holder)] >= self._known
             ):
                 continue
-            self._lost.append((self._why_not(path, one.part) or f"{path}: {one.error}") + AS_BEFORE)
+            self._lost.append(Lost(path, (self._why_not(path, one.part) or str(one.error)) + AS_BEFORE))
 
     def _compare(self) -> None:
         heap = self._heap
@@ -354,19 +354,20 @@ class CellChanges:
             told = self._of(around)[:1]
         for name in told:
             is_new = roots[name] in new
-            self._lost.append(self._why(name or "the cell's last value") + ("" if is_new else AS_BEFORE))
+            why = self._why(name) + ("" if is_new else AS_BEFORE)
+            self._lost.append(Lost(name or "the cell's last value", why, name))
             if is_new:
                 (self._roots if name in self._roots else self._places).pop(name)
         return held_back
 
     def _why(self, name: str) -> str:
         value = self._visible.get(name, self._places_now.get(name, self._value))
-        return self._why_not(name, value) or f"{name}: {next(iter(self._heap.failed.values()))}"
+        return self._why_not(name or "it", value) or str(next(iter(self._heap.failed.values())))
 
     def _why_not(self, name: str, value: Any) -> str | None:
         reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
         found = culprit_of(name, value, reader)
-        return found and f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
+        return found and f"{found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
 
 
 def arrive(

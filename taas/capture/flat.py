@@ -137,6 +137,19 @@ class LeftOut(NamedTuple):
     error: Exception
 
 
+class Lost(NamedTuple):
+    """What does not come back: what it is called, and why, unless that says it. ``name``: of which name it is a part, if of one."""
+
+    what: str
+    why: str = ""
+    name: str = ""
+
+    @property
+    def line(self) -> str:
+        """What the user is told."""
+        return f"{self.what}: {self.why}" if self.why else self.what
+
+
 class FlatStates:
     """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
 

@@ -515,7 +515,7 @@ def put(changes: dict[str, Any]) -> None:
     _put_rows(table(), changes)
 
 
-def not_brought(error: Exception) -> str:
+def not_brought(error: Exception) -> tuple[str, str]:
     """Say what did not come back with the names, which have to, whatever a cell did to its process."""
     what = "the state of the process (environment, working directory, random numbers, settings of libraries)"
-    return f"{what}: {type(error).__name__}: {error}"
+    return what, f"{type(error).__name__}: {error}"
