@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from taas.agent import forkserver
 from taas.agent.torchrun import RunStore
 from taas.wire.framing import LOOPBACK, StoreAddress
 
@@ -34,7 +35,8 @@ DEADLINE = 150.0
 """Seconds for all ranks; below the suite's own limit for a test."""
 GRACE = 3.0
 """Seconds after the first failure, until the others are ended, as the agent would."""
-PRELOAD = ["torch", "torch._dynamo", "pytest", "ranks_harness", "taas.adopt", "taas.rehearsal"]
+PRELOAD = [*forkserver.PRELOAD, "pytest", "ranks_harness", forkserver.LAST]
+"""As an agent's: what a rank finds imported, and registered with torch, decides how it behaves."""
 
 
 _main_lock = threading.Lock()

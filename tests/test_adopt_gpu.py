@@ -190,12 +190,29 @@ def test_nccl2_is_not_aborted():
     """Its abort would end the process: the names come from beside it, and the rank is ended then."""
     if not hasattr(dist, "ProcessGroupNCCL2"):
         pytest.skip("this torch has one NCCL backend")
-    told = {"TORCH_DIST_USE_NCCL2": "1"}
-    assert run_ranks(_group_of_one, 1, rehearsed=False, environ=told) == [["ProcessGroupNCCL2"]]
+    assert run_ranks(_group_of_one, 1, "nccl2", rehearsed=False) == [["ProcessGroupNCCL2"]]
 
 
-def _group_of_one():
+def test_what_a_rank_gets_as_nccl_can_be_aborted():
+    """One GPU shows it: the class of the backend, and that the process and its next group live after an abort."""
+    assert run_ranks(_aborted_and_made_anew, 1, rehearsed=False) == [["ProcessGroupNCCL"]]
+
+
+def _aborted_and_made_anew():
     dist.init_process_group("nccl")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+    kinds = [type(backend).__name__ for backend in waits.nccl_backends()]
+    waits.abort_nccl(waits.nccl_backends())
+    dist.destroy_process_group()
+    dist.init_process_group("nccl")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+    return kinds
+
+
+def _group_of_one(backend):
+    dist.init_process_group(backend)
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
     kinds = [type(backend).__name__ for backend in waits.nccl_backends()]

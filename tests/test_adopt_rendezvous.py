@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from datetime import timedelta
 
@@ -113,3 +114,20 @@ def test_program_for_one_machine_trains_on_two():
     outcomes = launch(_one_machine_program, 4, vms=2)
     assert [(r, 4, 10.0, [r, r + 4]) for r in range(4)] == [o.value for o in outcomes]
     assert "numbers the ranks of one machine" in outcomes[0].notices[0]
+
+
+# ---------------------------------------------------------------- what the ranks of these tests are
+
+
+def _imported_and_chosen():
+    nccl = dist.Backend._plugins.get("NCCL")  # before torch 2.13 there is none to register
+    creator = "" if nccl is None else nccl.creator_fn.__name__
+    return "taas.rank.preloaded" in sys.modules, creator, os.environ.get("TORCH_DIST_USE_NCCL2")
+
+
+@pytest.mark.parametrize("rehearsed", [False, True])
+def test_ranks_of_the_harness_are_started_as_an_agent_starts_them(rehearsed):
+    """What holds in a notebook's ranks holds in those of the tests: the preloading too, which settles torch's NCCL."""
+    creator = "_create_nccl_process_group" if hasattr(dist, "ProcessGroupNCCL2") else ""
+    expected = (True, creator, None)
+    assert run_ranks(_imported_and_chosen, 2, rehearsed=rehearsed) == [expected, expected]

@@ -42,8 +42,7 @@ def install(membership: Membership, backend: str | None = None) -> None:
     if backend is not None:
         rendezvous.choose_backend(backend)
     global _meeting
-    if not membership.rehearsed:
-        waits.prefer_abortable_nccl()
+    waits.register_backends()  # the forkserver has done it, where this process comes from one
     _meeting = rendezvous.install(membership)
     membership.waits.install()
     launchers.install(membership, _meeting)

@@ -92,16 +92,32 @@ def _connections() -> dict[int, tuple[int, int]]:
 # * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its ``abort()`` and ``shutdown()`` while something waits, and its
 #   watchdog at a time-out, end the process with SIGABRT before any ``finally`` (pytorch's pull requests 191948 and 192105).
 #   So ranks get the old one by that name, unless the notebook's environment has ``TORCH_DIST_USE_NCCL2``; and a group of
-#   this kind is never aborted: what waits in it waits until the rank is ended.
+#   this kind is never aborted: what waits in it waits until the rank is ended. torch reads the variable when it registers
+#   the name, and never again: the variable is set around the registration, wherever that is.
 #
 # From torch's sources, and its library's texts; tests/test_adopt_gpu.py waits for GPUs.
 
 ABORT_SECONDS = 10.0
+_CHOICE_OF_NCCL = "TORCH_DIST_USE_NCCL2"
 
 
-def prefer_abortable_nccl() -> None:
-    """Let ``nccl`` be the backend that can be aborted; torch asks for the variable when a group first uses that name."""
-    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+def register_backends() -> None:
+    """Register torch's backends for process groups, as torch does when a name is first used; ``nccl`` can be aborted.
+
+    The forkserver does so once for all ranks: torch looks through all installed packages, which takes 20 ms. Where the
+    environment says which NCCL it wants, it gets that.
+    """
+    register = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if register is None:  # before torch 2.13 the names need none, and "nccl" is the one that can be aborted
+        return
+    chosen_before = os.environ.get(_CHOICE_OF_NCCL)
+    os.environ.setdefault(_CHOICE_OF_NCCL, "0")
+    try:
+        for name in (dist.Backend.GLOO, dist.Backend.NCCL):
+            register(name)
+    finally:
+        if chosen_before is None:
+            del os.environ[_CHOICE_OF_NCCL]  # what ranks inherit is the notebook's environment
 
 
 def nccl_backends() -> list[Any]:

@@ -48,7 +48,7 @@ PRELOAD = (
     "IPython.utils.wildcard",
     "ipykernel.zmqshell",  # tqdm.auto draws a widget where this is imported
 )
-_FIRST, _LAST = "taas.agent.import_first", "taas.rank.preloaded"
+FIRST, LAST = "taas.agent.import_first", "taas.rank.preloaded"
 _REHEARSED = "taas.rehearsal.ahead"
 _IDLY = "TAAS_IMPORT_IDLY"
 """The variable in which the first finds what it is to import at a low priority."""
@@ -121,9 +121,9 @@ class Forkserver:
     def start(self) -> None:
         """Start it, if it does not run."""
         ahead = (_REHEARSED,) if self._made_for.rehearsed else ()
-        preload = [*PRELOAD, *ahead, _LAST]
+        preload = [*PRELOAD, *ahead, LAST]
         os.environ[_IDLY] = ",".join(preload) if self._idle else ""
-        self._server.set_forkserver_preload([_FIRST, *preload])
+        self._server.set_forkserver_preload([FIRST, *preload])
         before = self.pid
         with as_found():
             self._server.ensure_running()

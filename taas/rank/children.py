@@ -100,12 +100,13 @@ def _arrive(membership: bytes, packed: bytes) -> BaseProcess:
 def _join_run(membership: bytes) -> None:
     """Do in a child what the rank does around its program's own children and groups."""
     from taas import rehearsal
-    from taas.adopt import rendezvous
+    from taas.adopt import rendezvous, waits
 
     known = pickle.loads(membership)
     if known.rehearsed:
         rehearsal.install(known.local_rank, known.rehearsed)
     install(known)
+    waits.register_backends()
     rendezvous.install(known)
     if known.rehearsed:
         _compute_in_one_thread()

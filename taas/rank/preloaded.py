@@ -11,10 +11,10 @@ import os
 import weakref
 from typing import Any
 
-import torch.distributed as dist
 from threadpoolctl import ThreadpoolController
 
 from taas import _linux
+from taas.adopt import waits
 from taas.capture import holders
 from taas.rank import lifeline
 from taas.storage import diversion
@@ -37,17 +37,6 @@ def _forget_exit_functions() -> None:
         atexit.register(function)
 
 
-def _register_backends() -> None:
-    """Register torch's backends for process groups, as torch does when one is first used.
-
-    It finds them by looking through all installed packages, which takes each rank 20 ms.
-    """
-    register = getattr(dist.Backend, "_ensure_backend_registered", None)
-    if register is not None:  # before 2.13 they need none
-        for name in (dist.Backend.GLOO, dist.Backend.NCCL):
-            register(name)
-
-
 def _keep_freed_memory() -> None:
     """End what depends on luck in the layout of a forked heap: giving back and faulting in 2,000 pages a step.
 
@@ -61,7 +50,7 @@ def _keep_freed_memory() -> None:
 lifeline.name_process(lifeline.FORKSERVER_NAME)
 _keep_freed_memory()
 _forget_exit_functions()
-_register_backends()
+waits.register_backends()
 diversion.survey()
 holders.survey()
 gc.collect()
