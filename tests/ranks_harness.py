@@ -208,6 +208,8 @@ def _rank(
         notice=outcome.notices.append,
         project=Path.cwd(),
     )
+    if not devices:  # it has the machine's GPUs, if there are any
+        adopt.own_gpu.install()
     adopt.install(membership)
     children.install(membership)
     try:

@@ -21,7 +21,7 @@ from test_adopt_data_parallel import _flat
 from torch import nn
 
 from taas import adopt
-from taas.adopt import waits
+from taas.adopt import own_gpu, waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -176,6 +176,57 @@ def _waits_for_a_rank_that_does_not_come(debug):
         torch.cuda.synchronize()
     breaker.join()
     return kinds
+
+
+def _waits_for_a_rank_that_is_not_in_the_first_collective(fifo):
+    dist.init_process_group("nccl")
+    if os.environ["RANK"] == "1":
+        Path(fifo).read_text()  # until rank 0 has written
+        return "did not come"
+    main, me = threading.get_ident(), adopt._meeting.membership
+
+    def break_off():
+        while not (me.waits._of_nccl(waits._tcp_sockets()) and waits.waits_at_full_speed(main)):
+            time.sleep(0.01)
+        adopt.break_off()
+
+    breaker = threading.Thread(target=break_off)
+    breaker.start()
+    try:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+    except RuntimeError as error:
+        return type(error).__name__
+    finally:
+        breaker.join()
+        Path(fifo).write_text("go")
+
+
+def test_a_wait_in_the_first_collective_is_broken_off(tmp_path):
+    """The commonest hang: NCCL makes a communicator, for which one rank never comes. One GPU shows it. Not run on a GPU yet."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    found = run_ranks(_waits_for_a_rank_that_is_not_in_the_first_collective, 2, str(fifo), rehearsed=False)
+    assert found == ["DistBackendError", "did not come"]
+
+
+def _contexts_of_rank_1():
+    if os.environ["RANK"] == "0":
+        return [0]
+    own_gpu.install("1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    torch.ones(1).pin_memory()
+    looker = threading.Thread(target=waits.gpu_is_busy)
+    looker.start()
+    looker.join()
+    with waits.beside_gpu_work():
+        torch.ones(1, device="cuda").cpu()
+    return own_gpu.with_contexts()
+
+
+@pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs")
+def test_a_rank_above_0_leaves_gpu_0_alone():
+    """Pinning, looks from other threads and packing make no context there. Not run on GPUs yet; on the CPU: test_own_gpu.py."""
+    assert run_ranks(_contexts_of_rank_1, 2, rehearsed=False) == [[0], [1]]
 
 
 @pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs")

@@ -100,6 +100,22 @@ def test_an_error_leaves_ranks_names_and_a_group(notebook: Notebook, cell: str) 
     assert (ran.own, notebook.value("*pids")) == ("1\n", first)
 
 
+def test_a_group_made_anew_is_as_the_cell_wanted_it(notebook: Notebook) -> None:
+    """Its time-out and, on GPUs, the device that it is bound to are those of the call that made the first one."""
+    notebook.good(
+        KEEP + "import datetime, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=77), device_id=torch.device('cuda', 0))"
+    )
+    ran = notebook.run(KEEP + "if dist.get_rank():\n    raise ValueError('wrong')\ndist.barrier()")
+    assert "wrong" in ran.traceback
+    ran = notebook.good(
+        KEEP + "options = getattr(dist.group.WORLD._get_backend(torch.device('cpu')), 'options', None)\n"
+        "print(options and options._timeout.seconds)"
+    )
+    assert "made anew" in ran.stdout
+    assert ran.own in ("77\n", "None\n")  # gloo has options since torch 2.9
+
+
 def test_an_interrupt_leaves_ranks_names_and_a_group(notebook: Notebook) -> None:
     """Rank 0 computes, rank 1 waits for it in a barrier."""
     notebook.good(KEEP + GROUP + PIDS)

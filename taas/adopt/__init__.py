@@ -8,16 +8,17 @@ needs it.
 * ``launchers``: they run their function in the ranks instead of new processes; rich's bars are displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, the others find it there.
+* ``own_gpu``: which GPU is this rank's, in all of its threads.
 * ``waits``: which collective a rank waits in; waiting for other ranks in C code can be broken off.
 """
 
 from __future__ import annotations
 
 from taas.adopt.rendezvous import Membership
-from taas.adopt.waits import pending_collective, waits_on_gpus
+from taas.adopt.waits import pending_collective, waits_at_full_speed, waits_on_gpus
 from taas.wire.framing import StoreAddress
 
-from . import data_parallel, downloads, launchers, rendezvous, waits
+from . import data_parallel, downloads, launchers, own_gpu, rendezvous, waits
 
 __all__ = [
     "Membership",
@@ -26,8 +27,10 @@ __all__ = [
     "explain",
     "finish",
     "install",
+    "own_gpu",
     "pending_collective",
     "waits",
+    "waits_at_full_speed",
     "waits_on_gpus",
 ]
 

@@ -47,6 +47,8 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 FOREVER = float("inf")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 DESTROY_SECONDS = 10.0
+_OF_A_GROUP = ("timeout", "device_id")
+"""What of a call of ``init_process_group`` holds for a group that takes the place of the one that it made."""
 PART_SECONDS = 2.0
 YOUNG_SECONDS = 10.0  # so long after they met, all ranks have connected
 
@@ -188,6 +190,12 @@ class Rendezvous:
         self._last = "", 0
         self._met = 0.0
         self._parted = ""
+        self._asked_for: Arguments = {}
+
+    def note(self, arguments: Arguments) -> None:
+        """Note what the program asked of its default group, to make it anew as it was."""
+        if self.membership.active and not dist.is_initialized():
+            self._asked_for = {name: arguments[name] for name in _OF_A_GROUP if name in arguments}
 
     def meet(self, url: str) -> Meeting:
         """The store, rank and world size for one process group.
@@ -258,7 +266,7 @@ class Rendezvous:
         if "" in backends:
             me.tell("the process group is gone, for not every rank had one when the last cell ended")
             return
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **self._asked_for)
         me.tell(
             "the end of the last cell broke the process group off, and it was made anew: make groups of your own, and "
             "wrappers such as DDP, again"
@@ -308,6 +316,7 @@ def install(membership: Membership) -> Rendezvous:
     handlers: dict[str, Handler] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     for scheme in SCHEMES:
         handlers[scheme] = _handler(rendezvous, handlers[scheme])
+    rewrite_calls(dist, "init_process_group", rendezvous.note)
     rewrite_calls(dist, "destroy_process_group", lambda arguments: rendezvous.leave(arguments.get("group")))
     if membership.nodes > 1:
         _number_samplers_through(rendezvous)

@@ -6,9 +6,10 @@ KeyboardInterrupt comes out in the place of torch's error. Peers' collectives of
 
 * gloo waits on TCP sockets: shut down, they fail. They are those that appear while torch makes a group; the listening
   one is left alone, since gloo ends the process if that fails.
+* NCCL has its own abort (below), for communicators that are made. They are made by a group's first collective, each
+  rank's with the others': the commonest wait of all, if one of them never comes to it. NCCL waits on TCP sockets there.
 * A store on one machine is a file that each wait opens again and again: a link to itself in its place cannot be opened.
 * A store on several machines is a TCP connection of this rank's own.
-* NCCL has its own abort (below).
 
 A group that is made afterwards has another store, and works.
 """
@@ -16,27 +17,42 @@ A group that is made afterwards has another store, and works.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
+import re
 import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from taas.adopt import own_gpu
 from taas.wire.framing import StoreAddress
+
+
+@dataclass(frozen=True)
+class TcpSocket:
+    """A TCP socket of this process."""
+
+    fd: int
+    peer_port: int | None  # None: it listens
 
 
 class Waits:
     """What this rank may be waiting on in C code."""
 
     def __init__(self) -> None:
-        self._sockets: set[int] = set()
+        self._there: set[int] = set()
+        """Inodes of the sockets that this process had before it was a rank."""
+        self._of_groups: set[int] = set()
+        """Inodes of the connected sockets that appeared while a group was made."""
         self._before: set[int] | None = None
         """Inodes of the sockets that were there before the group that is being made."""
 
@@ -44,45 +60,101 @@ class Waits:
         """Note the sockets of all groups that are made from now on."""
         module: Any = dist.distributed_c10d
         native = module._new_process_group_helper
+        self._there = set(_tcp_sockets())
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            outer, before = self._before, set(_connections())
+            outer, before = self._before, set(_tcp_sockets())
             self._before = before if outer is None else outer
             try:
                 return native(*args, **kwargs)
             finally:
-                self._sockets |= set(_connections()) - before
+                self._of_groups |= set(_tcp_sockets()) - before
                 self._before = outer
 
         module._new_process_group_helper = make
 
     def break_off(self, store: StoreAddress, files: Iterable[Path]) -> None:
-        """Let every wait of this rank fail, also in the store's files; called by a thread that does not wait."""
-        before = self._before
-        for inode, (fd, port) in _connections().items():
-            of_gloo = inode in self._sockets or (before is not None and inode not in before)
-            if of_gloo or (not store.folder and port == store.port):
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
-                    ours.shutdown(socket.SHUT_RDWR)
+        """Let every wait of this rank fail, also in the store's files; called by a thread that does not wait.
+
+        NCCL first: a communicator whose sockets fail before it is aborted takes that for a fault of the network, and torch's
+        watchdog may end the process for it.
+        """
+        backends = nccl_backends()
+        abort_nccl(backends)
+        sockets = _tcp_sockets()
+        for inode in self._to_shut(sockets, store):
+            _shut(sockets[inode])
+        if backends:
+            for inode in self._of_nccl(sockets):
+                _shut(sockets[inode])
         for path in files:
             loop = path.with_name(f".{os.getpid()}-{path.name}")
             with contextlib.suppress(OSError):
                 loop.symlink_to(path.name)
                 loop.replace(path)
-        abort_nccl(nccl_backends())
+
+    def _to_shut(self, sockets: Mapping[int, TcpSocket], store: StoreAddress) -> list[int]:
+        """Choose the connected ones of groups, also of the one that is being made, and of a store elsewhere."""
+        before = self._before
+        chosen = []
+        for inode, found in sockets.items():
+            of_group = inode in self._of_groups or (before is not None and inode not in before)
+            of_store = not store.folder and found.peer_port == store.port
+            if found.peer_port is not None and (of_group or of_store):
+                chosen.append(inode)
+        return chosen
+
+    def _of_nccl(self, sockets: Mapping[int, TcpSocket]) -> list[int]:
+        """Choose NCCL's own, by what they are not.
+
+        They are C code's (no socket of Python's), opened since this process is a rank, and nobody waits for them by epoll:
+        NCCL asks each in turn, while gloo, event loops, zmq and gRPC have theirs in a set. What is left beside NCCL's are
+        connections of clients in C (databases, storage), which the next call opens again.
+        """
+        elsewhere = _waited_for_by_epoll() | _of_python()
+        return [
+            inode
+            for inode, found in sockets.items()
+            if inode not in self._there and found.fd not in elsewhere
+        ]
 
 
-def _connections() -> dict[int, tuple[int, int]]:
-    """Return this process's connected TCP sockets, by inode: the descriptor, and the port at the other end."""
+def _tcp_sockets() -> dict[int, TcpSocket]:
+    """Return this process's TCP sockets that listen or are connected, by inode."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # closed meanwhile, or neither
             status = entry.stat()
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(int(entry.name))) as ours:
-                    if ours.family in (socket.AF_INET, socket.AF_INET6):
-                        found[status.st_ino] = int(entry.name), ours.getpeername()[1]
+                    if ours.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
+                    listens = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    port = None if listens else ours.getpeername()[1]
+                    found[status.st_ino] = TcpSocket(int(entry.name), port)
     return found
+
+
+def _waited_for_by_epoll() -> set[int]:
+    """Return the descriptors that are in an epoll set of this process (proc(5), ``fdinfo``)."""
+    found: set[int] = set()
+    for entry in Path("/proc/self/fdinfo").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found |= {int(number) for number in re.findall(r"^tfd:\s*(\d+)", entry.read_text(), re.MULTILINE)}
+    return found
+
+
+def _of_python() -> set[int]:
+    """Return the descriptors of Python's socket objects."""
+    # issubclass: isinstance would ask proxies
+    ours = [value for value in gc.get_objects() if issubclass(type(value), socket.socket)]
+    return {value.fileno() for value in ours}
+
+
+def _shut(found: TcpSocket) -> None:
+    """Let what waits on a socket fail; whoever has it still has to close it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as ours:
+        ours.shutdown(socket.SHUT_RDWR)
 
 
 # ---------------------------------------------------------------- on GPUs, in every torch from 2.6 on
@@ -136,6 +208,11 @@ def waits_on_gpus() -> bool:
     return bool(nccl_backends())
 
 
+def waits_at_full_speed(thread: int) -> bool:
+    """Whether a thread that uses the processor may wait for other ranks all the same, in NCCL; for another thread."""
+    return waits_on_gpus() and (gpu_is_busy() or is_in_a_collective(thread))
+
+
 def abort_nccl(found: Iterable[Any]) -> None:
     """Let all that waits in these backends fail, if it can.
 
@@ -143,7 +220,7 @@ def abort_nccl(found: Iterable[Any]) -> None:
     :data:`ABORT_SECONDS` they are left to themselves.
     """
     threads = [
-        threading.Thread(target=backend.abort, name="taas-aborts", daemon=True)
+        threading.Thread(target=_abort, args=(backend,), name="taas-aborts", daemon=True)
         for backend in found
         if type(backend).__name__ == "ProcessGroupNCCL"
     ]
@@ -153,19 +230,57 @@ def abort_nccl(found: Iterable[Any]) -> None:
         thread.join(ABORT_SECONDS)
 
 
+def _abort(backend: Any) -> None:
+    with own_gpu.current():
+        backend.abort()
+
+
 def gpu_is_busy() -> bool:
-    """Whether the GPU has not done what it was asked: a collective may wait, and the main thread for it, at full speed."""
+    """Whether a GPU has not done what it was asked: a collective may wait, and the main thread for it, at full speed.
+
+    For any thread. Asked is the default stream of each device that the program uses: a collective's own stream is waited for
+    there.
+    """
     try:
-        return torch.cuda.is_initialized() and not torch.cuda.default_stream().query()
+        with own_gpu.current():
+            return any(not torch.cuda.default_stream(number).query() for number in own_gpu.with_contexts())
     except RuntimeError:  # it has failed
         return True
 
 
 @contextlib.contextmanager
 def beside_gpu_work() -> Iterator[None]:
-    """Let copies from the GPU in this thread not wait for what it was asked before, which may never be done."""
-    with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else contextlib.nullcontext():
+    """Let copies from GPUs in this thread not wait for what these were asked before, which may never be done."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            own_gpu.current()
+        )  # the outermost: what is left last leaves no other device selected
+        for number in own_gpu.with_contexts():
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(number)))
+        stack.enter_context(own_gpu.current())  # a stream that is entered selects its device
         yield
+
+
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/utils.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/nn/parallel/distributed.py",
+)
+
+
+def is_in_a_collective(thread: int) -> bool:
+    """Whether a thread's line of Python is in torch's own code for collectives; for another thread.
+
+    NCCL makes a communicator in the first one, and asks its sockets in turn meanwhile: such a thread waits for other ranks, and
+    uses the processor.
+    """
+    frame = sys._current_frames().get(thread)
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        if frame.f_code.co_filename.endswith(_COLLECTIVES):
+            return True
+        frame = frame.f_back  # an operator is called by a line of torch/_ops.py
+    return False
 
 
 # ---------------------------------------------------------------- which collective it is

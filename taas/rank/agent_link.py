@@ -213,7 +213,7 @@ class AgentLink:
             os.eventfd_write(self._noticed, 1)
             return
         slept = asked.seconds()
-        if slept < deadlines.BREAK_OFF and adopt.waits_on_gpus() and adopt.waits.gpu_is_busy():
+        if slept < deadlines.BREAK_OFF and adopt.waits_at_full_speed(self._main_thread):
             slept = asked.age
         if slept == 0.0:  # it will do what it is asked when it comes back
             if not asked.told and asked.age >= deadlines.BREAK_OFF:

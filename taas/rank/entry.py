@@ -258,16 +258,8 @@ def _enter_device(order: RankOrder, local_rank: int) -> str | None:
     if not order.gpus:
         return None
     if order.local_world_size == 1:
+        adopt.own_gpu.install()
         return "cuda"
     own = order.gpus[local_rank]
-    torch.cuda._lazy_call(functools.partial(_select_device, own))
+    adopt.own_gpu.install(own)
     return f"cuda:{os.environ['CUDA_VISIBLE_DEVICES'].split(',').index(own)}"
-
-
-def _select_device(own: str) -> None:
-    """Select this rank's device at the first use of CUDA: children may use it as well, and a program hide the others."""
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if own in visible[: torch.cuda.device_count()]:
-        torch.cuda.set_device(visible.index(own))

@@ -1,0 +1,90 @@
+"""A rank's own GPU, in all of its threads.
+
+CUDA's current device belongs to a thread, and a new thread begins with GPU 0. Whatever it asks of CUDA, be it whether a stream
+is idle, is answered for GPU 0 and gives the process a context there: half a GB of GPU 0 for each rank above 0. So the rank's own
+GPU is selected in the thread in which the program first uses CUDA, and made current in threads that taas starts.
+
+Nothing here uses CUDA before the program does: until then the processes that a cell forks may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class _Own:
+    """The GPU that is this rank's.
+
+    Attributes:
+        name: as CUDA_VISIBLE_DEVICES names it; empty where this rank has all GPUs of its VM.
+        index: its number in this process, once it is selected.
+    """
+
+    name: str
+    index: int | None = None
+
+
+_own: _Own | None = None
+"""None in processes without GPUs, rehearsed ranks among them."""
+
+
+def install(name: str = "") -> None:
+    """Let this process, a rank with GPUs, select one of them when its program first uses CUDA; without a name, none."""
+    global _own
+    _own = _Own(name)
+    if name:
+        torch.cuda._lazy_call(_select)
+        _select_before_pinning()
+
+
+def _select() -> None:
+    """Select the GPU, in the thread that uses CUDA first; a program may have hidden the other ones, or this one, before."""
+    assert _own is not None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if _own.name in visible[: torch.cuda.device_count()]:
+        _own.index = visible.index(_own.name)
+        torch.cuda.set_device(_own.index)
+
+
+def _select_before_pinning() -> None:
+    """Pinning uses CUDA from C++, which does not ask Python which device to select: that is done before.
+
+    DataLoaders (``pin_memory=True``) and registered ones pin by this method, too.
+    """
+    native: Any = torch.Tensor.pin_memory
+    rank = os.getpid()
+
+    @functools.wraps(native)
+    def pin_memory(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.getpid() == rank:
+            torch.cuda.init()
+        return native(tensor, *args, **kwargs)
+
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
+
+
+def with_contexts() -> list[int]:
+    """Return the devices on which this process has a context: asking anything of another one would make one there."""
+    if _own is None or not torch.cuda.is_initialized():
+        return []
+    return [number for number in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(number)]
+
+
+@contextlib.contextmanager
+def current() -> Iterator[None]:
+    """Make the rank's own GPU the current one in this thread, where the program uses it; for threads of taas."""
+    used = with_contexts()
+    if not used:
+        yield
+        return
+    assert _own is not None
+    with torch.cuda.device(_own.index if _own.index in used else used[0]):
+        yield

@@ -1,0 +1,89 @@
+"""Programs that use CUDA where there is none: torch runs on top of ``accounting_cuda.c``, which keeps account of its calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+SECONDS = 120
+needs_it = pytest.mark.skipif(
+    torch.version.cuda is None or shutil.which("cc") is None,
+    reason="needs a torch that is built for CUDA, and a C compiler",
+)
+STICK = """
+import ctypes, threading
+account = ctypes.CDLL(None)
+def in_a_thread(function):
+    said = []
+    thread = threading.Thread(target=lambda: said.append(function()), daemon=True)
+    thread.start()
+    thread.join(60)
+    return said
+"""
+"""For programs: what is stuck, by ``account.account_stick(device, 1)``, and what a new thread returns within a minute."""
+
+
+class Call(NamedTuple):
+    """What a thread did on a device."""
+
+    thread: int
+    what: str
+    device: int
+
+
+@cache
+def _library() -> Path:
+    """Build it; it has the name by which torch's libraries want the driver."""
+    folder = Path(tempfile.mkdtemp(prefix="accounting-"))
+    library = folder / "libcuda.so.1"
+    source = Path(__file__).with_name("accounting_cuda.c")
+    command = ["cc", "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{library.name}", "-o", library, source]
+    subprocess.run(command, check=True)
+    return library
+
+
+_EACH = """
+import os, sys, {imports}
+for name, program in {programs!r}.items():
+    os.environ["ACCOUNT"] = os.path.join({folder!r}, name)
+    if (pid := os.fork()) == 0:
+        sys.stdout = open(os.environ["ACCOUNT"] + ".lines", "w")
+        exec(program, {{"__name__": "__main__"}})
+        sys.stdout.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+
+
+def accounts_of(
+    programs: Mapping[str, str], folder: Path, *, imports: str = "torch"
+) -> dict[str, tuple[list[str], list[Call]]]:
+    """Run programs in forks of a fresh interpreter that sees four GPUs; returns the lines of each, and its account."""
+    environ = {**os.environ, "LD_PRELOAD": str(_library()), "ACCOUNT": str(folder / "unused")}
+    whole = _EACH.format(imports=imports, programs={**programs}, folder=str(folder))
+    ran = subprocess.run(
+        [sys.executable, "-c", whole], capture_output=True, text=True, timeout=SECONDS, check=False, env=environ, cwd=folder
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = {}
+    for name in programs:
+        account = folder / name
+        calls = [line.split() for line in account.read_text().splitlines()] if account.exists() else []
+        lines = Path(f"{account}.lines").read_text().splitlines()
+        found[name] = lines, [Call(int(thread), what, int(device)) for thread, what, device in calls]
+    return found
+
+
+def contexts(calls: list[Call]) -> list[int]:
+    """Return the devices on which contexts were made, in order."""
+    return [call.device for call in calls if call.what == "context"]
