@@ -91,12 +91,15 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
     names = partial(capture, cell, shell.user_ns, shell, project=project, returned=spec.returned)
     with delivering(loaders), ExitStack() as captures:
         kept = left.names if left else None
-        captured = captures.enter_context(names(kept=kept, anew=[entry.loader for entry in known]))
+        anew = [entry.loader for entry in known]
+        captured = captures.enter_context(names(kept=kept, anew=anew, for_data=bool(loaders and not left)))
         say(*loaders_in_use(loaders, captured.names))
         delivery = None
         if loaders:  # data processes lack what kept ranks hold
-            whole = captures.enter_context(names()) if left else captured
+            whole = captures.enter_context(names(for_data=True)) if left else captured
             delivery = delivered(whole, spec, local=local)
+            if left:
+                say(*whole.notices_of_data)
         say(*captured.notices)
         submit = ordered(spec, cell, shell, engine, captured, delivery, left, project)
         say(*make_shared(project, spec.shared))

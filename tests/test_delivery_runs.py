@@ -191,13 +191,172 @@ def test_a_run_that_resumes_goes_on_in_the_middle_of_an_epoch(registered: Notebo
     assert registered.value("taas.resume(), taas.resume()[loader]").startswith("Resumed(restart=0) Position(")
 
 
-def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:
-    """The remote traceback is in the cell."""
+PARTS = """
+import random, numpy as np
+class Shifted(Dataset):
+    step = 1
+    def __init__(self, transform): self.transform = transform
+    def __len__(self): return 8
+    def __getitem__(self, i): return self.transform(torch.tensor([i]))
+def plus(x): return x + offset * Shifted.step
+class Backwards:
+    def __len__(self): return len(order())
+    def __iter__(self): return iter(order())
+def order(): return np.arange(8)[::-1].tolist()
+def collate(samples): return Pair([torch.stack(samples).flatten().tolist(), scale])
+class Pair(list): pass
+drawn = []
+def begin(worker): drawn.append(scale)
+def total(samples): return [int(sum(samples)), scale + sum(drawn)]
+offset, scale = 100, 2.0
+taas.unregister(loader)
+"""
+BOUND_BY_THE_CELL = {
+    "an import, and what a method reads": (
+        "loader = DataLoader(Shifted(lambda x: x * int(scale)), batch_size=2)",
+        "import torch\nscale = 3.0",
+        "[tensor([[0],[2]]),tensor([[8],[10]])]",
+        "data workers have scale as the notebook has it now",
+    ),
+    "functions that a transform and a collate function use": (
+        "loader = DataLoader(Shifted(plus), batch_size=2, collate_fn=collate)",
+        "def plus(x): return None\nclass Pair(list): of_the_cell = True\noffset = scale = 0\nimport torch",
+        "[[[100,101],2.0],[[104,105],2.0]]",
+        "data workers have Pair, offset, scale as",
+    ),
+    "a sampler's function, and its module": (
+        "loader = DataLoader(Shifted(plus), batch_size=2, sampler=Backwards(), collate_fn=collate)",
+        "import numpy as np\ndef order(): return []\nclass Shifted: pass",
+        "[[[107,106],2.0],[[103,102],2.0]]",
+        "data workers have Shifted, order as",
+    ),
+    "the target of a loop, and worker_init_fn": (
+        "loader = DataLoader(Shifted(lambda x: x), batch_size=2, collate_fn=total, worker_init_fn=begin, num_workers=1)",
+        "for scale in (5.0,): drawn = ()",
+        "[[1,4.0],[9,4.0]]",
+        "data workers have drawn, scale as",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BOUND_BY_THE_CELL)
+def test_data_workers_have_what_the_cell_binds_as_the_notebook_has_it(
+    registered: Notebook, case: str
+) -> None:
+    """Whatever the cell binds before it iterates the loader; a line says where that makes a difference."""
+    make, binds, expected, said = BOUND_BY_THE_CELL[case]
+    registered.good(PARTS + make + "\ntaas.register(loader)")
+    ran = registered.good(f"{HEAD}\n{binds}\nseen = [batch for batch in loader]")
+    assert said in ran.stdout
+    assert registered.value("str(seen).replace(' ', '').replace('\\n', '')") == expected
+    if "scale" in binds:
+        assert registered.value("scale") in ("3.0", "0", "5.0"), "the notebook has what the cell bound"
+
+
+def test_kept_ranks_do_not_take_what_data_workers_have_for_theirs(registered: Notebook) -> None:
+    """An object that only data workers were sent travels to kept ranks when a later cell needs it."""
+    registered.good(PARTS + "table = [7]\ndef pick(samples): return table[0]")
     registered.good(
-        "class Bad(Dataset):\n    def __len__(self): return 8\n"
-        "    def __getitem__(self, i):\n        if i == 5: raise ValueError('cannot decode picture 5')\n        return i\n"
-        "bad = DataLoader(Bad(), batch_size=2); taas.register(bad);"
+        "loader = DataLoader(Shifted(plus), batch_size=2, collate_fn=pick)\ntaas.register(loader)"
     )
-    ran = registered.run(HEAD + "\nfor batch in bad: print(batch)")
+    registered.good("table_too = table")
+    registered.good(f"{HEAD} --keep\ntable = [8]\nseen = [batch for batch in loader]")
+    registered.good(f"{HEAD} --keep\nthere = table_too, table, [batch for batch in loader]")
+    assert registered.value("seen, there, there[0] is table_too") == "[7, 7] ([7], [8], [8, 8]) True"
+
+
+def test_what_only_the_cell_binds_is_told_before_it_starts(registered: Notebook) -> None:
+    """Data workers have what the notebook has: where it lacks a name, a line says so before the error does."""
+    registered.good(
+        "class Late(Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, i): return json.dumps(i)"
+    )
+    registered.good("late = DataLoader(Late()); taas.register(late);")
+    ran = registered.run(f"{HEAD}\nimport json\nfor batch in late: pass")
+    assert "data workers lack json, which the code of a registered loader uses" in ran.stdout
+    assert "name 'json' is not defined" in ran.traceback
+
+
+FAILING = """
+import threading
+class Broken(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return self.decode(i)
+    def decode(self, i):
+        try: return [0, 1, 2, 3, 4][i]
+        except IndexError as error: raise ValueError(f"cannot decode picture {i}") from error  # broken
+class Lines(IterableDataset):
+    def __iter__(self):
+        yield 0
+        raise ValueError("the file is broken")  # broken
+class Torn(Exception):
+    def __init__(self): self.lock = threading.Lock()
+class Order:
+    def __len__(self): return 8
+    def __iter__(self):
+        yield from range(4)
+        raise ValueError("no more order")  # broken
+def tear(samples):
+    raise Torn()  # broken
+def begin(worker): raise LookupError("no database")  # broken
+"""
+FAILURES = {
+    "the dataset, from another error": (
+        "DataLoader(Broken(), batch_size=2)",
+        "ValueError: cannot decode picture 5",
+        "raised while making 'bad' at indices [4, 5] in data worker",
+        ["decode", "__getitem__", "decode"],
+    ),
+    "an iterable dataset, of which no row is whole": (
+        "DataLoader(Lines(), batch_size=1)",
+        "ValueError: the file is broken",
+        "raised while making element 1 of 'bad'",
+        ["__iter__"],
+    ),
+    "the collate function, by what cannot be pickled": (
+        "DataLoader(range(8), batch_size=2, collate_fn=tear)",
+        "DeliveryError: the registered loader's own code raised Torn",
+        "raised while making 'bad' at indices",
+        ["tear"],
+    ),
+    "the sampler": (
+        "DataLoader(range(8), sampler=Order())",
+        "ValueError: no more order",
+        "raised by the sampler of 'bad'",
+        ["__iter__"],
+    ),
+    "worker_init_fn": (
+        "DataLoader(range(8), worker_init_fn=begin, num_workers=1)",
+        "LookupError: no database",
+        "raised by worker_init_fn of 'bad' in data worker",
+        ["begin"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_an_error_of_a_data_worker_is_one_traceback_on_the_users_lines(
+    registered: Notebook, case: str
+) -> None:
+    """From the cell's line into the dataset's; of taas and of torch's fetching it shows nothing."""
+    loader, error, where, functions = FAILURES[case]
+    registered.good(
+        f"from torch.utils.data import IterableDataset\n{FAILING}\nbad = {loader}; taas.register(bad);"
+    )
+    ran = registered.run(f"{HEAD}\nfor batch in bad:\n    pass")
     assert ran.ename == "CellFailed"
-    assert "cannot decode picture 5" in ran.traceback
+    assert f"{error}" in ran.traceback
+    assert where in ran.traceback
+    assert re.findall(r"Cell In\[\d+\], line \d+, in (\w+)", ran.traceback) == functions
+    assert "----> 2 for batch in bad:" in ran.traceback
+    assert re.search(r"--+> \d+ .*# broken", ran.traceback)
+    assert not re.search(r"/taas/|RemoteTraceback|fetch\.py|loader\.py", ran.traceback)
+
+
+def test_an_iterable_dataset_of_one_row(registered: Notebook) -> None:
+    """The ranks begin when all is made that there is, though more might have been."""
+    registered.good(
+        "from torch.utils.data import IterableDataset\nclass Few(IterableDataset):\n"
+        "    def __iter__(self): return iter(range(2))\nfew = DataLoader(Few(), batch_size=1); taas.register(few);"
+    )
+    registered.good(f"{HEAD}\nseen = [batch.tolist() for batch in few]")
+    assert registered.value("seen") == "[[0]]"

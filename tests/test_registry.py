@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from taas import dataloader_registry as registry
 from taas.capture import capture
-from taas.capture.arriving import arrive
+from taas.capture.arriving import arrive, unpack
 from taas.delivery.loader import DeliveredLoader
 from taas.delivery.registered import Registration, delivering, reduce_registered
 from taas.errors import DeliveryError, RegistrationError
@@ -157,6 +158,30 @@ def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
     assert dataset.tensor[1, 0] == 3
     with pytest.raises(DeliveryError, match="--cpus"):
         iter(delivered)
+
+
+def test_names_that_the_cell_binds_are_for_data_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank gets no last run's value under such a name; the loader's code finds it in a data process."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    names = vars(main)
+    code = "def collate(samples): return offset * factor()\ndef factor(): return 2\noffset = [3]\nmodel = [4]"
+    exec(code, names)  # a notebook's cell
+    loader = names["loader"] = DataLoader(Plain(), collate_fn=names["collate"])
+    cell = "offset = [5]\ndef factor(): return 0\nmodel = [6]\nloader"
+    in_rank: dict[str, Any] = {}
+    in_data: dict[str, Any] = {}
+    with (
+        delivering([Registration("train", loader)]),
+        capture(cell, names, None, project=Path.cwd(), for_data=True) as captured,
+    ):
+        arrive(captured.fd, in_rank, device=None).close()
+        [delivered] = unpack(captured.fd, in_data, Path.cwd(), DeliveredLoader)
+    assert captured.names == ("loader", "collate")
+    assert in_rank.keys() & {"offset", "factor", "model"} == set()
+    assert in_data["offset"] == [3]
+    assert "model" not in in_data
+    assert delivered.taas_parts.collate_fn([1]) == [3, 3]
 
 
 def test_wrappers_that_would_shard_again_find_it_done() -> None:

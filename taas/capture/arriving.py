@@ -81,15 +81,19 @@ class Arrival:
         """Why names of the notebook did not come, by name."""
         return self.contents["left behind"]  # type: ignore[no-any-return]
 
-    def load(self, *, tolerant: bool = False) -> Builder:
-        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here; ``tolerant``: it is left out."""
+    def load(self, *, for_data: bool = False) -> Builder:
+        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here.
+
+        ``for_data``: those of a data process, which is without a GPU; what cannot be rebuilt is left out.
+        """
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
         for name in contents["held"]["deleted"]:
             namespace.pop(name, None)
         states = dict(enumerate(contents["states"], first))
         made = dict(enumerate(self.heap.objects))
-        builder = Builder(states, made, self.memory, namespace, tolerant=tolerant)
-        for name, n in contents["roots"].items():
+        builder = Builder(states, made, self.memory, namespace, tolerant=for_data)
+        roots = (contents["for data"] if for_data else {}) or contents["roots"]
+        for name, n in roots.items():
             value = self._built(builder, name, n)
             if n not in builder.lost:
                 namespace[name] = value
@@ -390,12 +394,12 @@ def arrive(
     return arrival
 
 
-def _load_with_state(arrival: Arrival, project: Path | None, *, tolerant: bool = False) -> Builder:
+def _load_with_state(arrival: Arrival, project: Path | None, *, for_data: bool = False) -> Builder:
     arrival.state.put_early(str(project or arrival.project))
     put_back_draws_of(arrival.contents["known modules"])
     arrival.payload.take_sources()
     with no_collection():
-        builder = arrival.load(tolerant=tolerant)
+        builder = arrival.load(for_data=for_data)
     arrival.state.put()
     go_to_ends()
     return builder
@@ -408,7 +412,7 @@ def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> lis
     is unpickled, :class:`CaptureError` where one of these cannot be rebuilt.
     """
     arrival = Arrival(fd, namespace, device=None)
-    builder = _load_with_state(arrival, project, tolerant=True)
+    builder = _load_with_state(arrival, project, for_data=True)
     arrival.close()
     for n, loss in builder.lost.items():
         children = builder.states[n][2]

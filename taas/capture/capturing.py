@@ -3,6 +3,7 @@
 from __future__ import annotations
 import __future__
 
+import builtins
 import contextlib
 import math
 import os
@@ -47,6 +48,7 @@ from taas.capture.names import ANY, Needs, names_used_by, needs_of
 from taas.capture.payload import check_room, write_file
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
+from taas.delivery.registered import loaders_delivered
 from taas.errors import CaptureError, HeaderError
 from taas.wording import first_line, shown, size_in_words
 
@@ -80,6 +82,8 @@ class Capture:
         places: dict[str, Any],
         imports: Sequence[str],
         edited: dict[str, types.ModuleType],
+        *,
+        for_data: bool,
     ) -> None:
         self._needs, self._held, self._namespace, self._project = needs, held, namespace, project
         self._imports, self._edited, self._loaded = imports, edited, loaded_as(project)
@@ -89,12 +93,15 @@ class Capture:
         self.heap.named = held.named
         self._roots: dict[str, int] = {}
         self._places: dict[str, int] = {}
+        self._only_for_data: dict[str, int] = {}  # names that only data processes bind
+        self._bound_by_cell: list[str] = []  # names that data processes have otherwise than the cell
+        self._missing_for_data: list[str] = []  # names that the notebook lacks, and the cell may bind
         self._sizes: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
         self._without: list[str] = []
         self._too_large: list[str] = []
-        self._pack(places)
+        self._pack(places, for_data=for_data)
 
     def __enter__(self) -> Capture:
         return self
@@ -133,7 +140,7 @@ class Capture:
             places = {name: value for name, value in holders(project).items() if name in there}
             return Kept(namespace, project, names, own, places, self.heap, applied, held.kept)
 
-    def _pack(self, places: dict[str, Any]) -> None:
+    def _pack(self, places: dict[str, Any], *, for_data: bool) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
         left_out.clear()
         needs, namespace = self._needs, self._namespace
@@ -154,20 +161,85 @@ class Capture:
                 elif used in namespace and not is_of_ipython(used, namespace[used]):
                     before, bound[used] = bound.get(used), bound[name] & bound.get(used, bound[name])
                     waiting += [used] if bound[used] != before else []
+        if for_data:
+            self._pack_for_data()
         self._add_places(places)
+        self._add_others(needs.others - bound.keys(), self._roots)
+
+    def _add_others(self, names: Collection[str], roots: dict[str, int]) -> None:
+        """Describe names that are only perhaps meant, as far as they are small."""
         room = LARGE
-        for name in sorted(needs.others - bound.keys()):
-            if self._add(name, namespace[name], self._roots, room) is not None:
+        for name in sorted(names):
+            if self._add(name, self._namespace[name], roots, room) is not None:
                 self._too_large.append(name)
             room -= self._sizes.get(name, 0)
 
     def _used_by(self, name: str) -> set[str]:
         """Return the names that functions and classes in a name's value use."""
         if name in self._roots:
-            heap, inside = self.heap, self.heap.reached([self._roots[name]])
-        else:
-            heap, inside = self._held.kept.heap, self._held.inside.get(name, set())
-        return names_used_by([heap.objects[n] for n in inside], self._namespace)
+            return self._used_in([self._roots[name]])
+        kept = self._held.kept.heap
+        inside = self._held.inside.get(name, set())
+        return names_used_by([kept.objects[n] for n in inside], self._namespace)
+
+    def _used_in(self, numbers: Iterable[int]) -> set[str]:
+        """Return the names that functions and classes in some objects use."""
+        inside = self.heap.reached(numbers)
+        return names_used_by([self.heap.objects[n] for n in inside], self._namespace)
+
+    def _pack_for_data(self) -> None:
+        """Describe what the delivered loaders' code uses beside: data processes do not run the cell.
+
+        A name that the cell binds before it is read does not travel to the ranks. A data process needs it all the
+        same, and has it as the notebook has it now.
+        """
+        namespace = self._namespace
+        number = self.heap.number
+        found = [number[id(one)] for one in loaders_delivered() if id(one) in number]
+        waiting = sorted(self._used_in(found))
+        used, others = set[str](), set[str]()
+        for name in waiting:  # grows
+            if name.startswith(ANY):
+                self._needs.built = self._needs.built or name.removeprefix(ANY)
+                others |= users_names(namespace).keys()
+                continue
+            if name in used or name not in namespace or is_of_ipython(name, namespace[name]):
+                continue
+            used.add(name)
+            n = self._add_for_data(name)
+            if n is not None:
+                found.append(n)
+                waiting += sorted(self._used_in([n]) - used)
+        self._add_others(others - self._roots.keys() - self._only_for_data.keys(), self._only_for_data)
+        self._note_bound_by_cell(found)
+
+    def _add_for_data(self, name: str) -> int | None:
+        """Describe a name for data processes; return the number of its value, None where it stays behind."""
+        if name not in self._roots and name not in self.left_behind:
+            value = self._namespace[name]
+            error = self._add(name, value, self._only_for_data)
+            if error is not None:
+                self.left_behind[name] = self._why(name, value, error)
+        return self._roots.get(name, self._only_for_data.get(name))
+
+    def _note_bound_by_cell(self, used: list[int]) -> None:
+        """Note which names the loaders' code reads and the cell binds; a module that it imports again is the same one.
+
+        ``used`` are the numbers of the loaders, and of what their code uses. Words of texts do not count here: each of
+        them may be a name, but seldom is one.
+        """
+        namespace, binds = self._namespace, self._needs.binds
+        objects = [self.heap.objects[n] for n in self.heap.reached(used)]
+        functions = [value for value in objects if isinstance(value, types.FunctionType)]
+        codes = [function.__code__ for function in functions if function.__globals__ is namespace]
+        read = set[str]().union(*map(global_names, codes))
+        # Where the code does not say what it binds (a star, ``exec``), only this is known: what it surely binds.
+        bound = read & (self._only_for_data.keys() if binds is None else binds)
+        self._bound_by_cell = sorted(
+            name for name in bound & namespace.keys() if not isinstance(namespace[name], types.ModuleType)
+        )
+        missing = (read if binds is None else bound) - namespace.keys()
+        self._missing_for_data = sorted(name for name in missing if not hasattr(builtins, name))
 
     def _add_places(self, places: dict[str, Any]) -> None:
         """Describe what holds something of the notebook: of the project's modules, those that something is found in."""
@@ -206,7 +278,7 @@ class Capture:
         else:
             roots[name] = n
             self._sizes[name] = nbytes
-            if roots is self._roots:
+            if roots is not self._places:
                 new = heap.memory_ranges(range(length, len(heap.objects)))
                 self._detached += [name] * any(not t.is_leaf for memory in new for t in memory.tensors)
         return error
@@ -230,7 +302,8 @@ class Capture:
             "imports of the cell": self._imports,
             "known modules": known_modules(),
             "left behind": self.left_behind,
-            "roots": dict(sorted(self._roots.items(), key=lambda root: heap.early(root[1]))),
+            "roots": self._in_order_of_binding(self._roots),
+            "for data": self._names_for_data(),
             "places": self._places,
             "first": first,
             "states": heap.states[first:],
@@ -242,6 +315,17 @@ class Capture:
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
         self._memory = {**self._held.memory(), **memory.stretches}
+        # Ranks do not build what only data processes bind: in their answers these objects have no number.
+        of_ranks = heap.reached([*self._roots.values(), *self._places.values()])
+        heap.forget(heap.reached(self._only_for_data.values()) - of_ranks)
+
+    def _in_order_of_binding(self, roots: dict[str, int]) -> dict[str, int]:
+        return dict(sorted(roots.items(), key=lambda root: self.heap.early(root[1])))
+
+    def _names_for_data(self) -> dict[str, int]:
+        """Return what data processes bind; none, where that is what the ranks bind."""
+        only = self._only_for_data
+        return self._in_order_of_binding(self._roots | only) if only else {}
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
         found = culprit_of(name, value, Reader(self._namespace, project=self._project))
@@ -280,12 +364,29 @@ class Capture:
         if self._detached:
             names = ", ".join(self._detached)
             found.append(f"{names}: tensors travel without the graph they were computed in.")
+        found += self.notices_of_data
         if self._needs.built:
             few = f"{', '.join(self._too_large[:5])}{' …' if self._too_large[5:] else ''}"
             some = f" but {few} (large, or not to be pickled)" if self._too_large else ""
             found.append(
                 f"the cell makes the names that it looks up ({self._needs.built}), so all of the notebook's travel{some}. "
                 "Where it names what it needs, only that does."
+            )
+        return found
+
+    @property
+    def notices_of_data(self) -> list[str]:
+        """Say where data workers have something else under a name than the cell, or nothing."""
+        found = []
+        if self._bound_by_cell:
+            found.append(
+                f"data workers have {', '.join(self._bound_by_cell)} as the notebook has it now, not as this cell "
+                "binds it: the code of a registered loader uses it. Bind it in an earlier cell."
+            )
+        if self._missing_for_data:
+            found.append(
+                f"data workers lack {', '.join(self._missing_for_data)}, which the code of a registered loader uses and "
+                "only this cell binds. Bind it in an earlier cell: they have what the notebook has when the cell starts."
             )
         return found
 
@@ -299,10 +400,12 @@ def capture(
     returned: Sequence[str] | None = None,
     kept: Kept | None = None,
     anew: Iterable[Any] = (),
+    for_data: bool = False,
 ) -> Capture:
     """Capture the names that a cell needs.
 
     ``returned`` names come back; None for all that changed. ``kept`` is what the ranks hold; what is in ``anew`` travels all the same.
+    ``for_data``: data processes unpack it, too, and find in it all that the loaders that are being delivered need.
     Raises :class:`CaptureError` where a surely needed name cannot be pickled or memory is short, :class:`SyntaxError`, and
     :class:`HeaderError` for a returned name that there cannot be.
     """
@@ -318,9 +421,9 @@ def capture(
         _wait_for_devices()
         magics, extensions = magics_used(needs.words, shell)
         known = magics, list(imported_by(cell)), edited
-        captured = Capture(namespace, needs, str(project), held, *known)
+        captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
         while held.let_go(captured.heap):  # what travels has parts of them
-            captured = Capture(namespace, needs, str(project), held, *known)
+            captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
         told = None if returned is None else list(returned)
         captured.write(shell, future=future, extensions=extensions, returned=told)
         return captured

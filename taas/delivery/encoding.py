@@ -15,8 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
-from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -24,7 +23,6 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from taas.delivery.slab import slot_size
-from taas.errors import DeliveryError
 
 _ALIGN = 64
 _DTYPES = [
@@ -274,25 +272,3 @@ def decode(stream: Any, exporter: Any) -> Any:
     finally:
         _memory.exporter = None
         torch._utils._validate_loaded_sparse_tensors()  # else torch keeps them, for the torch.load to come
-
-
-# ── what user code raised ─────────────────────────────────────────────────────────────────────────
-
-
-def pack_failure(error: BaseException, text: str) -> bytes:
-    """Pack an exception; one that cannot be pickled, or not rebuilt, travels as its text alone."""
-    try:
-        packed: bytes = cloudpickle.dumps((error, text))
-        pickle.loads(packed)
-    except Exception:
-        packed = pickle.dumps((None, text))
-    return packed
-
-
-def raise_remote(packed: bytes) -> NoReturn:
-    """Raise what user code raised on the data side, with its traceback there as the cause."""
-    error, text = pickle.loads(packed)
-    # What would end a loop, a generator or the cell without a word (SystemExit, GeneratorExit) is a DeliveryError.
-    if not isinstance(error, Exception) or isinstance(error, StopIteration):
-        raise DeliveryError(f"the registered loader's own code failed\n{text.rstrip()}")
-    raise error from RemoteTraceback(f'\n"""\n{text.rstrip()}\n"""')

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.connection import DeliveryConnection, Element
-from taas.delivery.encoding import raise_remote
+from taas.delivery.failures import raise_remote
 from taas.delivery.messages import Ended, LoaderFacts
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 

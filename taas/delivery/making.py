@@ -12,7 +12,6 @@ import pickle
 import random
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +27,8 @@ from taas import _linux
 from taas.capture.arriving import unpack
 from taas.capture.random_states import set_generators, states_of_generators
 from taas.delivery.config import DeliveryConfig
-from taas.delivery.encoding import PackedElement, RawRegion, pack_element, pack_failure
+from taas.delivery.encoding import PackedElement, RawRegion, pack_element
+from taas.delivery.failures import pack_failure
 from taas.delivery.loader import DeliveredLoader
 from taas.delivery.messages import Cancel, Ticket
 from taas.delivery.plan import element_seed
@@ -52,8 +52,7 @@ class Failure:
     __slots__ = ("packed",)
 
     def __init__(self, error: BaseException, where: str) -> None:
-        text = "".join(traceback.format_exception(error))
-        self.packed = pack_failure(error, f"{where}\n\n{text}")
+        self.packed = pack_failure(error, where)
 
 
 RngStates = dict[str, Any]
@@ -186,6 +185,7 @@ class _Stream:
             self._elements: Any = iter(elements)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what a dead worker has made before is taken first
         self.held: dict[int, Any] = {}
+        self._last: Any = None
 
     def take(self, position: int, floor: int, ranks: int, *, pads: bool) -> Any:
         """Return the element at a position, once its row is whole; None: there is none. None before ``floor`` is kept.
@@ -193,8 +193,16 @@ class _Stream:
         To pad, the first row is kept, and the last one need not be whole.
         """
         row_end = position - position % ranks + ranks
-        while self.made < row_end and (element := self._next()) is not None:
-            self.held[self.made] = element
+        while self.made < row_end:
+            element = self._next()
+            if element is None:
+                # A dataset that raises has ended. The ranks whose elements would have come behind get the same error: a
+                # row that is not whole is dropped, and the error would be with it.
+                in_row = self.made % ranks > 0
+                if not (in_row and isinstance(self._last, Failure)):
+                    break
+                element = self._last
+            self.held[self.made] = self._last = element
             self.made += 1
         self.held = {at: held for at, held in self.held.items() if at >= floor or (pads and at < ranks)}
         return self.held.get(position) if pads or self.made >= row_end else None

@@ -68,12 +68,16 @@ class LoaderBook:
 
         ``begun``: without iterations that are only prepared for, and without what a stream may not have.
         """
-        return self.delivered + sum(
-            len(view.unconsumed) + (0 if begun and plan.streamed and not plan.ended else len(view.queue))
-            for plan in self.plans.values()
-            for view in plan.ranks
-            if plan.begun or not begun
-        )
+        count = self.delivered
+        for plan in self.plans.values():
+            if begun and not plan.begun:
+                continue
+            for view in plan.ranks:
+                # What was leased beyond the end of a stream, before that was known, is over, and is nobody's.
+                count += sum(not work.over for work in view.unconsumed)
+                if not begun or not plan.streamed or plan.ended:
+                    count += len(view.queue)
+        return count
 
     def rows_left(self, plan: Plan | None = None) -> int | None:
         """Rows that ``--units`` leaves for a plan (None: the next one); None without a limit."""

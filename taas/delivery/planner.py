@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DataOrder
-from taas.delivery.encoding import pack_failure
+from taas.delivery.failures import pack_failure
 from taas.delivery.making import RngStates, apply_rngs, load_loaders, rngs_now
 from taas.delivery.messages import (
     PLANNER,
@@ -290,8 +290,8 @@ class Planner:
             return Planned(message.plan, opened.base_seed, packed, opened.ended)
         if packed:  # the next answer tells of the error, after the indices before it
             return Planned(message.plan, opened.base_seed, packed, False)
-        text = "".join(traceback.format_exception(opened.error))
-        return Planned(message.plan, 0, [], True, pack_failure(opened.error, text))
+        where = f"raised by the sampler of '{plans.name}', in the process that iterates it ahead of the ranks"
+        return Planned(message.plan, 0, [], True, pack_failure(opened.error, where))
 
     def _finish(self, message: FinishPlans) -> Final:
         states, unknown = {}, {}

@@ -111,6 +111,11 @@ def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
         _delivering.clear()
 
 
+def loaders_delivered() -> list[Any]:
+    """Return the loaders that are being delivered to the run that is captured."""
+    return [entry.loader for entry, _ in _delivering.values()]
+
+
 def delivers(cls: type) -> bool:
     """Whether a loader of this type is being delivered to the run that is captured."""
     return any(type(entry.loader) is cls for entry, _ in _delivering.values())

@@ -26,6 +26,7 @@ from traitlets.config import Config
 
 from taas.capture.cells import magic_on_top
 from taas.capture.process_state import ProcessState
+from taas.delivery.failures import hide_machinery
 from taas.notebook.comms import open_comms_to
 from taas.rank.outlet import Outlet
 from taas.wire.ranks import Preparation
@@ -111,6 +112,7 @@ class RankShell(InteractiveShell):
         """
         with _interrupts_ignored():
             etype, error, tb = self._get_exc_info(exc_tuple)
+            hide_machinery(error)
             if _holds_group(error):  # IPython has no form for these, and prints Python's
                 lines = "".join(traceback.format_exception(etype, error, tb and (tb.tb_next or tb)))
                 self._showtraceback(etype, error, lines.splitlines())

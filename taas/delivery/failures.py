@@ -1,0 +1,175 @@
+"""What user code raised in a data process, and how a rank raises it: as one traceback, on the user's own lines.
+
+A traceback cannot be pickled. So the lines travel, and the rank makes frames that stand at them: its error goes on from the line
+of the cell into the dataset's, as it would without data workers. Of taas itself no frame is shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import pickle
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import cloudpickle
+
+from taas.errors import DeliveryError
+
+_OWN = f"{Path(__file__).parent.parent}/"
+_DELIVERY = f"{Path(__file__).parent}/"
+_FETCHES = ("torch/utils/data/_utils/fetch.py", "torch/utils/data/_utils/worker.py")
+"""Torch's code between a data worker's and the user's."""
+
+
+class _Line(NamedTuple):
+    """Where a frame stood: a stretch of a file, in columns of bytes, and the function's name and first line."""
+
+    file: str
+    function: str
+    first: int
+    line: int
+    end_line: int
+    column: int
+    end_column: int
+
+
+class _Raised(NamedTuple):
+    """One exception of a chain."""
+
+    pickled: bytes | None  # None where it cannot be pickled, or not rebuilt
+    kind: str
+    text: str
+    lines: list[_Line]
+    name: str | None  # the one that a NameError does not find; pickle leaves it out
+    is_cause: bool  # of the one before it in the chain, which else was raised while this one was handled
+
+
+def pack_failure(error: BaseException, where: str) -> bytes:
+    """Pack an exception, with those that it came from, and a line that says where it was raised."""
+    chain = [_packed(one, is_cause=is_cause) for one, is_cause in _chain_of(error)]
+    return pickle.dumps((where, chain))
+
+
+def raise_remote(packed: bytes) -> NoReturn:
+    """Raise what user code raised on the data side; the caller knows who packed it."""
+    where, chain = pickle.loads(packed)
+    first: BaseException | None = None
+    holder: BaseException | None = None
+    for raised in map(_Raised._make, chain):
+        error = _rebuilt(raised, is_first=first is None)
+        error.__traceback__ = _traceback_at(raised.lines)
+        if holder is None:
+            first = error
+        elif raised.is_cause:
+            holder.__cause__ = error
+        else:
+            holder.__context__ = error
+        holder = error
+    assert first is not None, "a chain has its first exception"
+    first.add_note(where)
+    raise first
+
+
+def hide_machinery(error: BaseException | None) -> None:
+    """Take this package's frames out of the tracebacks of what :func:`raise_remote` raised; others keep all of theirs."""
+    for one, _ in _chain_of(error) if error is not None else ():
+        entries = [*_entries_of(one.__traceback__)]
+        if not any(entry.tb_frame.f_code is raise_remote.__code__ for entry in entries):
+            continue
+        shown = [e for e in entries if not e.tb_frame.f_code.co_filename.startswith(_DELIVERY)]
+        for entry, following in zip(shown, [*shown[1:], None], strict=True):
+            entry.tb_next = following
+
+
+def _chain_of(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
+    """Yield an exception and those that it came from, as Python shows them; each with whether it is a cause."""
+    seen = set[int]()
+    one: BaseException | None = error
+    is_cause = False
+    while one is not None and id(one) not in seen:
+        yield one, is_cause
+        seen.add(id(one))
+        is_cause = one.__cause__ is not None
+        one = one.__cause__ if is_cause or one.__suppress_context__ else one.__context__
+
+
+def _entries_of(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
+
+# ── on the data side ──────────────────────────────────────────────────────────────────────────────
+
+
+def _packed(error: BaseException, *, is_cause: bool) -> _Raised:
+    try:
+        pickled: bytes | None = cloudpickle.dumps(error)
+        pickle.loads(pickled)  # type: ignore[arg-type]
+    except Exception:  # what the user's own class raises when it is pickled
+        pickled = None
+    name = error.name if isinstance(error, NameError) else None
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return _Raised(pickled, type(error).__qualname__, text, _users_lines(error), name, is_cause)
+
+
+def _users_lines(error: BaseException) -> list[_Line]:
+    """Return where an exception passed through, from the outermost line of the user's code on."""
+    lines = [_line_of(entry) for entry in _entries_of(error.__traceback__)]
+    lines = [line for line in lines if not line.file.startswith(_OWN)]
+    return [*itertools.dropwhile(lambda line: line.file.endswith(_FETCHES), lines)]
+
+
+def _line_of(entry: types.TracebackType) -> _Line:
+    code = entry.tb_frame.f_code
+    at_instruction = itertools.islice(code.co_positions(), entry.tb_lasti // 2, None)
+    line, end_line, column, end_column = next(at_instruction, (None,) * 4)
+    if line is None or end_line is None or column is None or end_column is None:  # python -X no_debug_ranges
+        line = end_line = entry.tb_lineno
+        column = end_column = 0
+    return _Line(code.co_filename, code.co_name, code.co_firstlineno, line, end_line, column, end_column)
+
+
+# ── in a rank ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rebuilt(raised: _Raised, *, is_first: bool) -> BaseException:
+    """Return an exception again; what cannot be, and what would end a loop or the cell without a word, as a DeliveryError."""
+    error: Any = None if raised.pickled is None else pickle.loads(raised.pickled)
+    if isinstance(error, NameError):
+        error.name = raised.name
+    if error is None or (is_first and (not isinstance(error, Exception) or isinstance(error, StopIteration))):
+        return DeliveryError(f"the registered loader's own code raised {raised.text}")
+    return error  # type: ignore[no-any-return]
+
+
+def _traceback_at(lines: list[_Line]) -> types.TracebackType | None:
+    """Return a traceback of frames that stand at some lines, the outermost first."""
+    tb: types.TracebackType | None = None
+    for line in map(_Line._make, reversed(lines)):
+        entry = _entry_at(line)
+        tb = types.TracebackType(tb, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return tb
+
+
+def _entry_at(line: _Line) -> types.TracebackType:
+    """Run code that raises, and that Python takes for a stretch of a file: its frame stands there then."""
+    name = ast.Name("Exception", ast.Load())
+    statement = ast.Raise(name)
+    above = line.first - 1  # a code's lines are counted from its first
+    for node in (name, statement):
+        node.lineno, node.end_lineno = max(1, line.line - above), max(1, line.end_line - above)
+        node.col_offset, node.end_col_offset = line.column, line.end_column
+    code = compile(ast.Module([statement], []), line.file, "exec")
+    code = code.replace(co_name=line.function, co_qualname=line.function, co_firstlineno=line.first)
+    try:
+        exec(code, {"__name__": "__main__", "__file__": line.file})  # noqa: S102  our own
+    except Exception as error:
+        assert error.__traceback__ is not None
+        assert error.__traceback__.tb_next is not None, "the statement has run"
+        return error.__traceback__.tb_next
+    raise AssertionError("the statement raises")
