@@ -21,7 +21,8 @@ from taas.dataloader_registry import registered
 from taas.delivery.registered import apply_final, delivering, loaders_in_use
 from taas.engines import EngineChoice
 from taas.engines.chosen import check_installed, chosen
-from taas.engines.local import check_devices, check_memory, device_in_words, visible_gpus
+from taas.engines.gpus import check_devices, device_in_words, visible_gpus
+from taas.engines.local import check_memory
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.options import RunSpec
 from taas.notebook.cell_output import say

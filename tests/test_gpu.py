@@ -24,7 +24,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, Ran, gone
 
-from taas.engines.local import visible_gpus
+from taas.engines.gpus import visible_gpus
 
 GPUS = visible_gpus()
 pytestmark = [

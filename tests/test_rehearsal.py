@@ -17,7 +17,7 @@ import pytest
 import rehearsal_table
 from ranks_harness import run_ranks
 
-from taas.engines.local import visible_gpus
+from taas.engines.gpus import visible_gpus
 
 pytestmark = pytest.mark.usefixtures("warm")
 ONE, TWO = "rehearsal_programs", "rehearsal_programs_ranks"

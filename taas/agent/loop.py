@@ -26,7 +26,7 @@ from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
-from taas.engines.local import visible_gpus
+from taas.engines.gpus import visible_gpus
 from taas.process_log import log_message
 from taas.wire import deadlines
 from taas.wire.agents import AgentHears, AgentUp, JobRequest, StartJob

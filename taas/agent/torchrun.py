@@ -22,7 +22,7 @@ import psutil
 
 from taas._linux import remove_tree
 from taas.agent.forkserver import fork
-from taas.engines.local import present_gpus
+from taas.engines.gpus import present_gpus
 from taas.wire import deadlines
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import RankOrder, Staged

@@ -17,7 +17,8 @@ import msgspec
 from taas._linux import remove_tree
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
-from taas.engines.local import LocalMachine, visible_gpus
+from taas.engines.gpus import visible_gpus
+from taas.engines.local import LocalMachine
 from taas.engines.slurm import JobAgents, address_towards
 from taas.versions import differing_versions, versions
 from taas.wire.curve import make_short_folder

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
-from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
+from taas.engines.gpus import present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import Settings, own_address, slurm
 from taas.errors import EngineError
 from taas.notebook.tables import Shown, plain, table

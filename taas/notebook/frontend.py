@@ -15,7 +15,7 @@ from traitlets.config import Config
 from taas.capture import check_syntax
 from taas.config import load_catalog, project_folder
 from taas.dataloader_registry import registered
-from taas.engines.local import visible_gpus
+from taas.engines.gpus import visible_gpus
 from taas.errors import HeaderError
 from taas.header.grammar import HeaderText, find_header, has_code, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
