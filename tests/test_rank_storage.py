@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import _ctypes
+import ctypes
 import errno
 import glob
 import os
@@ -208,6 +210,37 @@ def test_a_home_directory_as_project_keeps_its_caches(run: Run, wall: str, monke
     assert (run.project / ".cache" / "hub").is_dir()
     assert (logs / "events").exists()
     assert not (run.project / "model.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("home", "variables", "cache"),
+    [
+        (".", {}, ".triton"),
+        ("home", {}, "home/.triton"),
+        (".", {}, ".nv"),
+        (".", {"TRITON_CACHE_DIR": "build/triton"}, "build/triton"),
+        ("home", {"TORCH_EXTENSIONS_DIR": "extensions"}, "extensions"),
+    ],
+)
+def test_what_python_writes_to_a_cache_is_loaded_by_c_code(
+    run: Run, wall: str, monkeypatch: pytest.MonkeyPatch, home: str, variables: dict[str, str], cache: str
+):
+    """Triton writes a compiled module to a cache that is not there yet, and the system's loader opens it."""
+    (run.project / home).mkdir(exist_ok=True)
+    monkeypatch.setenv("HOME", str(run.project / home))
+    for name, place in variables.items():
+        monkeypatch.setenv(name, str(run.project / place))
+    library = Path(_ctypes.__file__).read_bytes()
+
+    def body(guard):
+        place = run.project / cache / "abc"
+        place.mkdir(parents=True)
+        (place / "module.so").write_bytes(library)
+        ctypes.CDLL(str(place / "module.so"))
+        return os.system(f"cp {place}/module.so {place}/copied.so")
+
+    assert run.rank(body, mechanism=wall) == 0
+    assert sorted(path.name for path in (run.project / cache / "abc").iterdir()) == ["copied.so", "module.so"]
 
 
 def test_outside_the_project_nothing_is_restricted(run: Run, wall: str):

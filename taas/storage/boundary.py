@@ -101,12 +101,15 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
 def _nobodys(root: str) -> list[str]:
     """Caches, temporary and device directories: never project files, even beneath the project."""
     home = os.path.realpath(os.path.expanduser("~"))
-    if resolve_beneath(home, root) is not None:
-        # Made now, because the first library that wants it could not make it later.
-        with contextlib.suppress(OSError):
-            Path(home, ".cache").mkdir(mode=0o700, exist_ok=True)
-    named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
-    return [*_SYSTEM, *named, *(f"{home}/{name}" for name in HOME_CACHES)]
+    caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    caches += [f"{home}/{name}" for name in HOME_CACHES]
+    for cache in caches:
+        # Made now: later the wall keeps C code from it. Python's writers would be diverted, and what they wrote, such as a
+        # module that Triton compiles, would not be where C code looks for it.
+        if resolve_beneath(os.path.realpath(cache), root) is not None:
+            with contextlib.suppress(OSError):
+                Path(cache).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return [*_SYSTEM, *caches]
 
 
 # ---------------------------------------------------------------- directories where every rank may write
