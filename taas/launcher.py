@@ -21,7 +21,7 @@ from taas.dataloader_registry import registered
 from taas.delivery.registered import apply_final, delivering, loaders_in_use
 from taas.engines import EngineChoice
 from taas.engines.chosen import check_installed, chosen
-from taas.engines.gpus import check_devices, device_in_words, visible_gpus
+from taas.engines.gpus import check_devices, device_in_words, physical, visible_gpus
 from taas.engines.local import check_memory
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.options import RunSpec
@@ -84,7 +84,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
     check_installed(engine)
     check_room(local=local)
     if local:
-        check_devices(spec, len(visible_gpus()))
+        check_devices(spec, visible_gpus())
     if local and left is None:
         check_memory(spec.world_size)
     known = registered(shell.user_ns)
@@ -162,7 +162,7 @@ def ordered(
             changed=tuple(filter(is_utf8, changed_variables())),
         ),
         payload=Memory(os.getpid(), captured.fd, captured.nbytes),
-        gpus=gpus if spec.gpus_per_rank else (),
+        gpus=physical(gpus) if spec.gpus_per_rank else (),
         device=device_in_words(spec, len(gpus)) if local else f"by {engine.kind.capitalize()}",
         delivery=delivery,
         engine=engine,

@@ -5,13 +5,18 @@ They are found without CUDA: asking CUDA would cost a context, or poison a fork.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from taas.errors import NotEnoughDevices
 from taas.header.options import RunSpec
+from taas.wire.clients import Gpu
 from taas.wording import counted
 
 _NVIDIA = (
@@ -21,6 +26,7 @@ _NVIDIA = (
 _AMD = "use a machine with NVIDIA GPUs: taas takes no others"
 _WSL = "use a Linux that boots by itself: WSL2 has no device file for each GPU, and taas counts those"
 _FILES = (("dev/dxg", _WSL), ("dev/nvidia*", _NVIDIA), ("dev/kfd", _AMD))
+_SMI_SECONDS = 20.0
 _DISPLAY = "0x03"  # how the class of a PCI device that draws or computes begins
 _VENDORS = {
     "0x10de": ("an NVIDIA GPU on the PCI bus", _NVIDIA),
@@ -28,18 +34,51 @@ _VENDORS = {
 }
 
 
-def present_gpus() -> int:
-    """Count this machine's NVIDIA GPUs: the driver makes a device file for each."""
-    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
+@dataclass(frozen=True)
+class _Found:
+    """A GPU as the driver shows it in /proc; ``node`` is the number of its device file."""
+
+    bus: str
+    node: int
+    uuid: str
+    model: str
 
 
-def visible_gpus() -> tuple[str, ...]:
+def _nodes(root: Path) -> list[int]:
+    """Return the numbers of the device files that this process may use; a control group may allow it some of them only."""
+    found = []
+    for path in (root / "dev").glob("nvidia*"):
+        number = path.name.removeprefix("nvidia")
+        if number.isdigit() and os.access(path, os.R_OK | os.W_OK):
+            found.append(int(number))
+    return sorted(found)
+
+
+def _shown_by_driver(root: Path) -> list[_Found]:
+    """Return the GPUs that this process may use, by their place on the PCI bus."""
+    usable, found = _nodes(root), []
+    for path in (root / "proc/driver/nvidia/gpus").glob("*/information"):
+        with contextlib.suppress(OSError):  # a container may show names and no more
+            fields = dict(re.findall(r"^(.+?):\s+(.+?)\s*$", path.read_text(), re.MULTILINE))
+            node = int(fields.get("Device Minor", "-1"))
+            if node in usable:
+                model = fields.get("Model", "")
+                found.append(_Found(path.parent.name.lower(), node, fields.get("GPU UUID", ""), model))
+    return sorted(found, key=lambda gpu: gpu.bus)
+
+
+def present_gpus(root: Path = Path("/")) -> int:
+    """Count the NVIDIA GPUs that this process may use: the driver makes a device file for each."""
+    return len(_nodes(root))
+
+
+def visible_gpus(root: Path = Path("/")) -> tuple[str, ...]:
     """Return this machine's NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them.
 
     ``CUDA_VISIBLE_DEVICES``, where it is set, chooses among those that are present
     (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that is no GPU ends its list.
     """
-    present = present_gpus()
+    present = present_gpus(root)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return tuple(str(number) for number in range(present))
@@ -52,14 +91,82 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(visible)
 
 
-def check_devices(spec: RunSpec, present: int) -> None:
+def physical(
+    names: Sequence[str], environ: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> tuple[Gpu, ...]:
+    """Tell which GPUs these are, that CUDA_VISIBLE_DEVICES names so in an environment.
+
+    CUDA numbers those that a process may use: by their place on the bus where ``CUDA_DEVICE_ORDER`` says so, and where they
+    are all of one model. Else the fastest is the first, and only CUDA knows which that is: then the number stands for it.
+    """
+    shown = _shown_by_driver(root)
+    in_order = (
+        environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in shown}) == 1
+    ) and len(shown) == present_gpus(root)
+    uuids = {gpu.uuid: gpu.bus for gpu in shown}
+    by_uuid = [name for name in names if name.startswith("GPU-")]
+    if by_uuid and any(
+        "?" in uuid for uuid in uuids
+    ):  # nobody has used that GPU since the machine was booted
+        uuids = _asked_for_uuids() or uuids
+    found = []
+    for name in names:
+        device = name
+        if name.isdigit() and in_order and int(name) < len(shown):
+            device = shown[int(name)].bus
+        elif name in by_uuid:
+            beginning_so = [bus for uuid, bus in uuids.items() if uuid.startswith(name)]
+            device = beginning_so[0] if len(beginning_so) == 1 else name
+        found.append(Gpu(name, device))
+    return tuple(found)
+
+
+def _asked_for_uuids() -> dict[str, str]:
+    """Ask ``nvidia-smi``, which wakes the GPUs, for each one's UUID and place on the bus; nothing where it does not say."""
+    command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = [line.split(", ") for line in done.stdout.splitlines()]
+    return {uuid: bus.strip().lower()[-len("0000:00:00.0") :] for uuid, bus in lines}
+
+
+def refused_as_mig(names: Sequence[str], needed: int, root: Path = Path("/")) -> str:
+    """Say why ranks cannot have parts of GPUs (MIG instances) where more than one is needed; empty where they can."""
+    nodes = {gpu.bus: gpu.node for gpu in _shown_by_driver(root)}
+    parts = []
+    for gpu in physical(names, root=root):
+        divided = root / f"proc/driver/nvidia/capabilities/gpu{nodes.get(gpu.device)}/mig"
+        if gpu.name.startswith("MIG-") or any(divided.glob("gi*")):
+            parts.append(gpu.name)
+    if needed < 2 or not parts:
+        return ""
+    return (
+        f"{needed} GPUs asked for, and {', '.join(parts[:4])}{' …' if len(parts) > 4 else ''} are parts of GPUs (MIG): CUDA "
+        "shows a process one such part, so all ranks would have the same one. Ask for one (--gpus 1), hide them by "
+        "CUDA_VISIBLE_DEVICES before Jupyter is started, have MIG turned off (nvidia-smi -mig 0), or rehearse on CPU "
+        "ranks (--rehearse)."
+    )
+
+
+def check_devices(spec: RunSpec, visible: Sequence[str]) -> None:
     """Refuse, by NotEnoughDevices, a run that needs more GPUs than there are; none at all means a rehearsal."""
-    needed = spec.vms * spec.gpus_per_vm
-    if present and needed > present and not spec.rehearse:
+    needed, present = spec.vms * spec.gpus_per_vm, len(visible)
+    if not present or spec.rehearse:
+        return
+    if needed > present:
         raise NotEnoughDevices(
             f"{needed} GPUs asked for, and this machine has {present}. Ask for {present} or fewer (--gpus auto), "
             "rehearse on CPU ranks (--rehearse), or take an engine with more machines (%taas engine ray ADDRESS)."
         )
+    if refused := refused_as_mig(visible, needed):
+        raise NotEnoughDevices(refused)
+
+
+def lacks_uvm(root: Path = Path("/")) -> bool:
+    """Tell whether CUDA's own device file is missing beside those of GPUs, as on a machine that has just been booted."""
+    return bool(present_gpus(root)) and not (root / "dev/nvidia-uvm").exists()
 
 
 def device_in_words(spec: RunSpec, present: int) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
-from taas.engines.gpus import present_gpus, unseen_gpu, visible_gpus
+from taas.engines.gpus import lacks_uvm, present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import Settings, own_address, slurm
 from taas.errors import EngineError
 from taas.notebook.tables import Shown, plain, table
@@ -99,8 +99,15 @@ def _torch() -> Iterable[Finding]:
     yield _gpus(said["gpus"])
 
 
-def _gpus(of_torch: Sequence[str]) -> Finding:
-    present, unseen = visible_gpus(), None if present_gpus() else unseen_gpu()
+def _gpus(of_torch: Sequence[str], root: Path = Path("/")) -> Finding:
+    present, unseen = visible_gpus(root), None if present_gpus(root) else unseen_gpu(root)
+    if present and lacks_uvm(root):
+        fact = f"the driver shows {len(present)}, and /dev/nvidia-uvm, which CUDA needs, is not there"
+        advice = (
+            "run `nvidia-modprobe -u -c=0`, as root where it asks for that: the file is made by the first program that "
+            "uses CUDA after the machine was booted; in a container, start that with --gpus all"
+        )
+        return Finding("bad", "GPUs", fact, advice)
     if present and not of_torch:
         fact = f"the driver shows {len(present)}, torch sees none"
         return Finding("bad", "GPUs", fact, "install a torch build for the driver that `nvidia-smi` shows")

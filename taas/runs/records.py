@@ -77,7 +77,7 @@ class RunRecord(Verdict, kw_only=True):
         project: the notebook's folder.
         notebook: its path; empty where its front end does not say it.
         device: on what it runs, in words.
-        gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
+        gpus: the GPUs of this machine that it has: which ones they are (:class:`taas.wire.clients.Gpu`).
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks

@@ -21,7 +21,7 @@ from taas.header.options import RunSpec
 from taas.supervisor.connections import ControlSocket
 from taas.supervisor.vms import KEPT, DataVms, Vm, demand_of, share_gpus
 from taas.wire import deadlines
-from taas.wire.clients import Submit
+from taas.wire.clients import Gpu, Submit
 from taas.wire.framing import Alive, Leave
 from taas.wire.poll_loop import WorkThread
 from taas.wording import counted
@@ -147,7 +147,7 @@ class Fleet:
         run: str,
         demand: Demand,
         count: int,
-        gpus: tuple[str, ...] = (),
+        gpus: tuple[Gpu, ...] = (),
         *,
         data: bool = False,
     ) -> list[Vm]:

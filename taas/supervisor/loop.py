@@ -195,7 +195,7 @@ class Supervisor:
             name = recorder.record.name
             with choosing(submit.gpus):
                 vms = self._fleet.lease(name, submit, [] if kept is None else kept.vms)
-                recorder.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
+                recorder.begin(tuple(gpu.device for vm in vms for gpu in vm.gpus))
             data = self._fleet.lease_data(name, submit, vms)
             worker = WorkThread(self._sources.soon)
             run = Run(recorder, vms, data, self._scratch, worker, kept=kept)

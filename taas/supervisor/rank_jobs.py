@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from taas.delivery.config import DeliveryConfig
+from taas.engines.gpus import refused_as_mig
 from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
 from taas.runs.records import Verdict
@@ -65,8 +66,15 @@ class RankJobs:
         return how.removeprefix("lost: ") if self.vms[number].remote else f"{agent} before its ranks began"
 
     def lack_of_gpus(self) -> str:
-        """Say which VM has fewer GPUs than its ranks need, where not all have none, and are rehearsed; the VMs are up."""
+        """Say why ranks cannot have the GPUs that they need; the VMs are up.
+
+        A VM has fewer of them, where not all have none, and are rehearsed; or it has parts of some.
+        """
         needed = self._submit.cell.spec.gpus_per_vm
+        # only there are numbers known to be parts; here they were refused before
+        parts = [gpu for vm in self.vms if vm.remote for gpu in vm.given if gpu.startswith("MIG-")]
+        if refused := refused_as_mig(parts, needed):
+            return refused
         given = {number: len(vm.given) for number, vm in enumerate(self.vms)}
         short = [number for number, count in given.items() if count < needed]
         if not short or not any(given.values()):

@@ -23,7 +23,7 @@ from taas.runs.places import runtime_folder
 from taas.runs.records import RunRecord, read_records
 from taas.wire import deadlines
 from taas.wire.agents import AgentUp
-from taas.wire.clients import Submit
+from taas.wire.clients import Gpu, Submit
 from taas.wire.framing import Leave, Message
 from taas.wire.poll_loop import WorkThread
 
@@ -65,13 +65,13 @@ class Vm:
         self.run: str | None = None
         self.until = float("inf")
         self.group: tuple[Vm, ...] = (self,)
-        self.gpus: tuple[str, ...] = ()
+        self.gpus: tuple[Gpu, ...] = ()
         self._send = send
 
     @property
     def given(self) -> tuple[str, ...]:
         """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
-        return self._own_gpus if self.remote else self.gpus
+        return self._own_gpus if self.remote else tuple(gpu.name for gpu in self.gpus)
 
     @property
     def label(self) -> str:
@@ -118,7 +118,7 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0, *, later: boo
 
 
 @contextlib.contextmanager
-def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
+def choosing(gpus: tuple[Gpu, ...]) -> Iterator[None]:
     """Let no other kernel's supervisor choose among this machine's GPUs until what is taken here is written down."""
     if not gpus:
         yield
@@ -134,11 +134,11 @@ def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
 
 
 def share_gpus(
-    vms: Sequence[Vm], count: int, gpus: tuple[str, ...], gpus_per_vm: int
-) -> list[tuple[str, ...]]:
+    vms: Sequence[Vm], count: int, gpus: tuple[Gpu, ...], gpus_per_vm: int
+) -> list[tuple[Gpu, ...]]:
     """Share out this machine's GPUs, of which others of these VMs may have some, among ``count`` VMs of a run.
 
-    Without ``gpus`` it needs none, or the engine knows of them.
+    Without ``gpus`` it needs none, or the engine knows of them. Notebooks may name the same ones differently.
 
     Raises:
         NotEnoughDevices: other runs, of this kernel or of others, have them.
@@ -146,9 +146,9 @@ def share_gpus(
     if not gpus:
         return [()] * count
     others = _of_other_notebooks()
-    taken = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
-    taken |= {gpu for record in others for gpu in record.gpus}
-    free = [gpu for gpu in gpus if gpu not in taken]
+    taken = {gpu.device for vm in vms if vm.run is not None for gpu in vm.gpus}
+    taken |= {device for record in others for device in record.gpus}
+    free = [gpu for gpu in gpus if gpu.device not in taken]
     if len(free) < count * gpus_per_vm:
         named = f" ({', '.join(record.name for record in others)})" if others else ""
         advice = (

@@ -45,12 +45,24 @@ class DeliveryOrder(msgspec.Struct, frozen=True):
     buffer: int = 0
 
 
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU of this machine.
+
+    Attributes:
+        name: as CUDA_VISIBLE_DEVICES names it, which differs between notebooks: a number, or a UUID or its beginning.
+        device: which one it is, the same for all notebooks: its place on the PCI bus, or its name where that is not known.
+    """
+
+    name: str
+    device: str
+
+
 class Submit(Message, frozen=True):
     """Start a run.
 
     Attributes:
         payload: the packed names.
-        gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
+        gpus: GPUs that the notebook's machine has, and the notebook sees; none: rehearse.
         device: what the ranks run on, in words.
         notebook: its path; empty where the front end does not say it.
         left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it lacks none.
@@ -60,7 +72,7 @@ class Submit(Message, frozen=True):
     cell: Cell
     workspace: Workspace
     payload: Memory
-    gpus: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
     device: str
     delivery: DeliveryOrder | None = None
     engine: EngineChoice = EngineChoice()
