@@ -15,7 +15,6 @@ from typing import Any
 
 from taas.capture import Capture, Kept, capture, check_syntax
 from taas.capture.environment import changed_variables, is_utf8, sendable_variables
-from taas.capture.payload import free_memory
 from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import registered
 from taas.delivery.registered import apply_final, delivering, loaders_in_use
@@ -25,6 +24,7 @@ from taas.engines.gpus import check_devices, device_in_words, physical, visible_
 from taas.engines.local import check_memory
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.options import RunSpec
+from taas.memory_limits import memory_left
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
 from taas.notebook.live_view import RunHandle, keep_capture
@@ -127,7 +127,7 @@ def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder
         # reads that wait need more data workers than processors, which the data VMs of one machine share
         min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // spec.data_vms)) if local else vcpus,
         catalog["delivery.encrypt"],
-        catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, free_memory() // 8),
+        catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, memory_left().free // 8),
     )
 
 

@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import psutil
-
 from taas.agent.forkserver import Forkserver
 from taas.agent.processes import RankProcess, sweep_orphans, wait_for_all
 from taas.agent.staging import ProjectArrival
 from taas.agent.torchrun import RunStore
+from taas.memory_limits import memory_left
 from taas.wire import deadlines
 from taas.wire.agents import KeptGone
 from taas.wire.framing import Message, pack
@@ -34,7 +33,6 @@ from taas.wire.ranks import Preparation, RankRequest
 
 MOST = max(8, os.cpu_count() or 1)
 """So many spares a VM has at most."""
-_FREE_SHARE = 0.1
 On = Callable[[Any, Callable[[], None]], None]
 
 
@@ -82,8 +80,7 @@ class Spares:
         if not self._waiting and not self._wanted:
             return
         now = time.monotonic()
-        memory = psutil.virtual_memory()
-        if now > self._until or memory.available < _FREE_SHARE * memory.total:
+        if now > self._until or memory_left().is_scarce:
             self.end()
         elif self._missing and now >= self._from:
             self._make_one()

@@ -24,11 +24,9 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from taas.capture.memory import (
     NAME,
@@ -42,13 +40,13 @@ from taas.capture.memory import (
     write_at,
 )
 from taas.errors import CaptureError, VersionMismatch
+from taas.memory_limits import memory_left
 from taas.versions import COMPARED, differing_versions, versions
 from taas.wording import size_in_words
 
 _MAGIC = b"taas\x00names"
 _LEAD = struct.Struct("<QQ")
 _CHECKED_FROM = 32 << 20
-_CGROUP = Path("/sys/fs/cgroup")
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SEALED_SECONDS = 10.0
 
@@ -71,7 +69,7 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
 def check_room(sizes: dict[str, int]) -> None:
     """Raise :class:`CaptureError` where names need more than this machine, or this process's control group, has left."""
     need = sum(sizes.values())
-    if need < _CHECKED_FROM or need < (free := free_memory()):
+    if need < _CHECKED_FROM or need < (free := memory_left().free):
         return
     large = (name for name in sizes if sizes[name] > need / 100)
     largest = sorted(large, key=lambda name: -sizes[name])[:3]
@@ -80,21 +78,6 @@ def check_room(sizes: dict[str, int]) -> None:
         f"the names of this cell need {size_in_words(need)} of shared memory and {size_in_words(free)} is free "
         f"({parts}). Delete what isn't needed, load the data inside the cell, or use a machine with more memory."
     )
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that this machine, and this process's control groups, have left."""
-    found = [psutil.virtual_memory().available]
-    first = _CGROUP / "memory"  # of version 1
-    files = [(first / "memory.limit_in_bytes", first / "memory.usage_in_bytes")]
-    with suppress(OSError):
-        own = Path(Path("/proc/self/cgroup").read_text().partition("::")[2].strip().lstrip("/"))
-        folders = [_CGROUP / group for group in (own, *own.parents)]
-        files += [(folder / "memory.max", folder / "memory.current") for folder in folders]
-    for limit, used in files:
-        with suppress(OSError, ValueError):  # the root has no limit; "max" is no number
-            found.append(int(limit.read_text()) - int(used.read_text()))
-    return int(max(0, min(found)))
 
 
 def write_file(

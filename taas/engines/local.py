@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import psutil
-
 from taas.engines import AgentConfig, Demand, Machine
 from taas.errors import EngineError
+from taas.memory_limits import memory_left
 from taas.wire.framing import LOOPBACK
 from taas.wire.poll_loop import Child, as_found
 
@@ -126,7 +125,7 @@ class LocalEngine:
 
 def check_memory(ranks: int) -> None:
     """Refuse, by an EngineError, more ranks than this machine has memory for before they hold anything."""
-    needed, free = ranks * _RANK_BYTES, psutil.virtual_memory().available
+    needed, free = ranks * _RANK_BYTES, memory_left().free
     if needed > free:
         raise EngineError(
             f"{ranks:,} ranks on this machine need {needed / 1e9:.0f} GB of memory before they hold anything, and "

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.engines.gpus import lacks_uvm, present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import Settings, own_address, slurm
 from taas.errors import EngineError
+from taas.memory_limits import memory_left
 from taas.notebook.tables import Shown, plain, table
 from taas.storage import walls
 from taas.versions import differing_versions, versions
@@ -123,7 +123,7 @@ def _limited(what: str, fact: str, limited: bool, advice: str) -> Finding:
 
 
 def _machine() -> Iterable[Finding]:
-    free, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
+    free, cores = memory_left().free, len(os.sched_getaffinity(0))
     advice = "a rank needs about 0.2 GB, and its model: close something"
     yield _limited("machine", f"{cores} cores, {size_in_words(free)} memory free", free < _GIB, advice)
     advice = "DataLoader workers and delivery need more: start the container with --shm-size=8g"

@@ -1,0 +1,92 @@
+"""How much memory there is and how much is left, for this machine and for the control groups that this process is in.
+
+The limit of a container is that of a control group (cgroups(7)), and the machine around it may have far more. What a group
+uses counts its page cache, too: who has read a data set of 4 GB in a pod of 4 GB would have nothing left. The system gives
+clean pages of files back as soon as somebody needs memory, so here they are free. Shared memory is no such page: it
+stays until its last user closes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import psutil
+
+_HIERARCHIES = Path("/sys/fs/cgroup")
+_SCARCE_SHARE = 0.1
+
+
+class Memory(NamedTuple):
+    """Memory in bytes, of the machine or of the control group that has less left."""
+
+    free: int  # what can be had without anybody giving up what he uses
+    total: int
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether so little is left that nobody should take any ahead of need."""
+        return self.free < _SCARCE_SHARE * self.total
+
+
+class _Version(NamedTuple):
+    """The names that one version of control groups has for the same things."""
+
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]  # lines of memory.stat, of a group with those below it
+
+
+_FIRST = _Version(
+    limit="memory.limit_in_bytes",
+    used="memory.usage_in_bytes",
+    reclaimable=("total_inactive_file", "total_active_file"),
+)
+_SECOND = _Version(
+    limit="memory.max",
+    used="memory.current",
+    reclaimable=("inactive_file", "active_file"),
+)
+
+
+def memory_left() -> Memory:
+    """Return the memory of this machine, or that of the control group around this process which has least left."""
+    machine = psutil.virtual_memory()
+    found = [Memory(machine.available, machine.total)]
+    for version, folder in _groups():
+        with suppress(OSError, ValueError):  # the root of version 2 has no limit; "max" is no number
+            found.append(_left_in(version, folder))
+    tightest = min(found, key=lambda memory: memory.free)
+    return Memory(max(0, tightest.free), min(tightest.total, machine.total))
+
+
+def _left_in(version: _Version, folder: Path) -> Memory:
+    limit = int((folder / version.limit).read_text())
+    used = int((folder / version.used).read_text())
+    lines = (folder / "memory.stat").read_text().splitlines()
+    stat = dict(line.split() for line in lines)
+    reclaimable = sum(int(stat[name]) for name in version.reclaimable)
+    return Memory(limit - max(0, used - reclaimable), limit)
+
+
+def _groups() -> Iterator[tuple[_Version, Path]]:
+    """Yield the folders of the control groups that this process is in, and of those around them.
+
+    A container often sees its own group as the root of the hierarchy, while the path that the system tells begins further
+    up. Such a path leads nowhere, and its end is the root, which is looked at in any case.
+    """
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            version, root = _SECOND, _HIERARCHIES
+        elif "memory" in controllers.split(","):
+            version, root = _FIRST, _HIERARCHIES / "memory"
+        else:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):
+            if ".." not in group.parts:  # of a group outside this namespace
+                yield version, root / group
