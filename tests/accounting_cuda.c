@@ -103,7 +103,7 @@ int cudaEventDestroy(void *event) { return SUCCESS; }
 
 /* memory */
 int cudaMalloc(void **address, size_t size) { *address = calloc(1, size); return use(current); }
-int cudaFree(void *address) { free(address); return SUCCESS; }
+int cudaFree(void *address) { note("free", current); free(address); return SUCCESS; }
 int cudaHostAlloc(void **address, size_t size, unsigned flags)
 {
     if (posix_memalign(address, 4096, size)) return INVALID;

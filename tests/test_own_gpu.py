@@ -75,6 +75,28 @@ x = torch.empty(4, device='cuda:3')
 print(in_a_thread(adopt.waits.gpu_is_busy), torch.cuda.current_device())
 """,
 }
+OTHERS |= {
+    "kept": f"""{RANK_1_OF_2}{USED}
+unused = torch.empty(1 << 28, device="cuda")
+held = torch.empty(1 << 26, device="cuda:2")
+del unused
+before = torch.cuda.memory_reserved()
+print(before >= 1 << 30, adopt.own_gpu.give_back_unused() - torch.cuda.memory_reserved(2), torch.cuda.memory_reserved())
+""",
+    "kept, and CUDA not used": f"{RANK_1_OF_2}print(adopt.own_gpu.give_back_unused())",
+    "the kernel's memory": """
+import torch
+from taas.notebook.kernel_memory import said_of_kernel_memory
+from taas.wire.clients import Gpu
+gpus = [Gpu("5", "bus a"), Gpu("GPU-x", "bus b"), Gpu("6", "bus c")]
+print(said_of_kernel_memory(gpus, ["bus a", "bus b", "bus c"]))
+torch.cuda.init()
+much = [torch.empty(3 << 28, device=f"cuda:{number}") for number in (0, 2)]
+little = torch.empty(1 << 20, device="cuda:1")
+for of_run in ["bus a", "bus b"], ["bus b"], ["bus c"], []:
+    print([line.partition(",")[0] for line in said_of_kernel_memory(gpus, of_run)])
+""",
+}
 Accounts = dict[str, tuple[list[str], list[Call]]]
 
 
@@ -119,3 +141,22 @@ def test_one_process_with_all_gpus_selects_none(accounts: Accounts) -> None:
     lines, calls = accounts["alone"]
     assert lines == ["cuda False", "[False] 0"]
     assert contexts(calls) == [3]
+
+
+def test_kept_ranks_give_back_what_no_tensor_has(accounts: Accounts) -> None:
+    """What is said of them while they wait is what they themselves hold, of all their GPUs."""
+    lines, calls = accounts["kept"]
+    small = 2 << 20
+    assert lines[1:] == [f"True {small} {small}"]
+    assert [call.device for call in calls if call.what == "free"] == [1]
+    lines, calls = accounts["kept, and CUDA not used"]
+    assert lines[1:] == ["0"]
+    assert contexts(calls) == []
+
+
+def test_the_kernels_memory_on_gpus_of_a_run_is_said(accounts: Accounts) -> None:
+    """Where it is more than 1 GB, on those of the run alone; a kernel that has not used CUDA is asked nothing."""
+    lines, calls = accounts["the kernel's memory"]
+    said = "this notebook's kernel holds 3.2 GB of cuda:{}"
+    assert lines == ["[]", str([said.format(0)]), "[]", str([said.format(2)]), "[]"]
+    assert contexts(calls) == [0, 2, 1]

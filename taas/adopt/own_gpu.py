@@ -88,3 +88,15 @@ def current() -> Iterator[None]:
     assert _own is not None
     with torch.cuda.device(_own.index if _own.index in used else used[0]):
         yield
+
+
+def give_back_unused() -> int:
+    """Give the memory that no tensor has to the driver, for others to use; returns the bytes that this process still holds."""
+    used = with_contexts()
+    if not used:
+        return 0
+    with contextlib.suppress(
+        RuntimeError
+    ):  # a kernel has failed on that GPU: what it holds ends with the process
+        torch.cuda.empty_cache()
+    return sum(torch.cuda.memory_reserved(number) for number in used)

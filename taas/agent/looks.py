@@ -1,7 +1,4 @@
-"""Looking at ranks from outside: how they are and what they use, and stacks, which faulthandler writes when asked.
-
-GPUs are asked by way of nvidia-ml-py, where that is installed: a look makes no CUDA context, in no process.
-"""
+"""Looking at ranks from outside: how they are and what they use, and stacks, which faulthandler writes when asked."""
 
 from __future__ import annotations
 
@@ -9,14 +6,13 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 
+from taas.agent.gpu_watch import GpuUse, GpuWatch
 from taas.agent.processes import RankProcess
 from taas.agent.rank_endings import Rank
 from taas.runs.events import FILES, STDERR, size_of
@@ -157,21 +153,30 @@ class RankUsage:
         self._next = time.monotonic() + deadlines.USAGE_FIRST
         self._told: tuple[RankUse, ...] = ()
         self._gpus = gpus
+        self._watch: GpuWatch | None = None
 
     @property
     def due(self) -> bool:
         """Whether it is time for the next look."""
         return time.monotonic() >= self._next
 
-    def look(self, ranks: Iterable[Rank]) -> tuple[RankUse, ...]:
-        """Return what is to be told of them; nothing where that was told before."""
+    def look(self, ranks: Sequence[Rank], environ: Mapping[str, str]) -> tuple[RankUse, ...]:
+        """Return what is to be told of them; nothing where that was told before. ``environ`` is the notebook's."""
         self._next = time.monotonic() + deadlines.USAGE_LOOK
-        seen = tuple(_use(rank, gpus) for rank, gpus in zip(ranks, self._gpus, strict=False))
+        if self._watch is None and any(self._gpus) and any(rank.ended is None for rank in ranks):
+            self._watch = GpuWatch(self._gpus, [rank.process.pid for rank in ranks], environ)
+        on_gpus = (GpuUse(),) * len(ranks) if self._watch is None else self._watch.now()
+        seen = tuple(_use(rank, on_gpu) for rank, on_gpu in zip(ranks, on_gpus, strict=False))
         before, self._told = self._told, seen
         return () if seen == before else seen
 
+    def end(self) -> None:
+        """The last rank is gone, or stays for another run. Twice is harmless."""
+        if self._watch is not None:
+            self._watch.end()
 
-def _use(rank: Rank, gpus: Sequence[str]) -> RankUse:
+
+def _use(rank: Rank, on_gpu: GpuUse) -> RankUse:
     if rank.ended is not None:
         return RankUse(rank.number, rank.ended.outcome)
     state, share, nbytes, process = "running" if rank.started else "starting", 0.0, 0, rank.process.recorded
@@ -181,35 +186,9 @@ def _use(rank: Rank, gpus: Sequence[str]) -> RankUse:
                 state = "stopped"
             share, memory = process.cpu_percent(), process.memory_info()  # of the time since the last look
             nbytes = (memory.rss - memory.shared) >> 20 << 20
-    return RankUse(rank.number, state, _rounded(share), nbytes, *_of_gpus(gpus))
-
-
-def _of_gpus(gpus: Sequence[str]) -> tuple[int | None, int]:
-    """Return how busy GPUs are, in percent, and the memory that is used of them, by whomever."""
-    shares, held = [], 0
-    nvml: Any = _nvml() if gpus else None
-    for gpu in gpus if nvml is not None else ():
-        with contextlib.suppress(nvml.NVMLError):  # a part of one (MIG) has no utilisation
-            by = nvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID
-            handle = by(int(gpu) if gpu.isdigit() else gpu)
-            held += nvml.nvmlDeviceGetMemoryInfo(handle).used >> 20 << 20
-            shares.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    return (_rounded(sum(shares) / len(shares)) if shares else None), held
+    gpu = None if on_gpu.percent is None else _rounded(on_gpu.percent)
+    return RankUse(rank.number, state, _rounded(share), nbytes, gpu, on_gpu.nbytes >> 20 << 20)
 
 
 def _rounded(percent: float) -> int:
     return round(percent / _STEP_PERCENT) * _STEP_PERCENT
-
-
-@lru_cache(1)
-def _nvml() -> Any:
-    """Return NVIDIA's library, ready to be asked; None where it cannot be had."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml

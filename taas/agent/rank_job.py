@@ -56,6 +56,7 @@ class RankJob(Job):
         self._store: RunStore | None = None
         self._look: Look | None = None
         self._folder = Path()
+        self._environ: dict[str, str] = {}
         self._answer = -1
         self._stood: Memory | None = None
         self._ending = Ending(order.work)
@@ -78,7 +79,7 @@ class RankJob(Job):
         if work.continues and not agent.kept.there:
             self.fail(f"those of {self._order.name} had ended before")
             return
-        self._folder = Path(staged.output)
+        self._folder, self._environ = Path(staged.output), staged.environ
         numbers = range(work.first_rank, work.first_rank + self.size)
         folders = {number: self._folder / str(number) for number in numbers}
         for folder in folders.values():
@@ -235,8 +236,10 @@ class RankJob(Job):
         self._ending.step([rank for rank in self.ranks if not rank.process.gone])
         self._dismiss()
         due = self.ranks and not self.over and (self.ended or self._usage.due)
-        if due and (used := self._usage.look(self.ranks)):
+        if due and (used := self._usage.look(self.ranks, self._environ)):
             self._say(RanksUse(ranks=used))
+        if self.ended:
+            self._usage.end()
         super().step()
         self._step_look()
         for rank in self.ranks:
@@ -247,6 +250,7 @@ class RankJob(Job):
         """Give back what it held."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(super().close)
+            last_first.callback(self._usage.end)
             if self._store is not None:
                 last_first.callback(self._store.close)
             if self._answer >= 0:

@@ -15,6 +15,7 @@ from taas import errors
 from taas.capture import Capture
 from taas.errors import RunLost, TaasError
 from taas.notebook.cell_output import say
+from taas.notebook.kernel_memory import said_of_kernel_memory
 from taas.notebook.live_view import RunView
 from taas.notebook.supervised import Supervised
 from taas.runs.reader import POLL_SECONDS, interrupted
@@ -85,6 +86,8 @@ def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> Ru
             if isinstance(message, Refused):
                 raise getattr(errors, message.error, TaasError)(message.message)
             if isinstance(message, RunState) and message.record.live:
+                if not submit.left_to:  # ranks that stay were told of it when they began
+                    say(*said_of_kernel_memory(submit.gpus, message.record.gpus))
                 return message.record
         interrupts.check(supervisor)
 

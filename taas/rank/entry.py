@@ -177,10 +177,9 @@ class Prepared:
             self.arrival.mark()
 
     def sizes(self) -> dict[str, int]:
-        """Return the memory that this process holds, as a `RankKept` has it."""
-        torch = sys.modules["torch"]
-        gpu = torch.cuda.memory_reserved() if self.device is not None and torch.cuda.is_initialized() else 0
-        return {"host_bytes": psutil.Process().memory_full_info().uss, "gpu_bytes": gpu}
+        """Return the memory that this process holds while it waits, as a `RankKept` has it."""
+        host, gpus = psutil.Process().memory_full_info().uss, adopt.own_gpu.give_back_unused()
+        return {"host_bytes": host, "gpu_bytes": gpus}
 
 
 def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:

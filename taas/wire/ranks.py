@@ -71,7 +71,7 @@ class Asking(Message, frozen=True):
 class RankKept(Message, frozen=True):
     """A rank has done all that its order asked, keeps its names, and waits for the next one.
 
-    ``host_bytes`` are memory of its own, ``gpu_bytes`` what torch has reserved of its GPU.
+    ``host_bytes`` are memory of its own, ``gpu_bytes`` what torch has reserved of its GPUs.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class RankUse(msgspec.Struct, frozen=True):
         cpu: percent of one processor.
         nbytes: memory that it shares with no file.
         gpu: percent of its GPUs, on average; None: it has none, or nobody can tell.
-        gpu_nbytes: memory used of them, by whomever.
+        gpu_nbytes: memory that it holds of them, where the driver tells processes apart; else what all programs hold.
     """
 
     rank: int

@@ -1,0 +1,33 @@
+"""What the notebook's kernel holds of the GPUs on which ranks run: it stands there beside theirs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from taas.wire.clients import Gpu
+from taas.wording import size_in_words
+
+_MUCH = 1 << 30
+
+
+def said_of_kernel_memory(visible: Sequence[Gpu], of_run: Sequence[str]) -> list[str]:
+    """Return a line for each GPU of a run of which this kernel's torch has reserved more than 1 GiB; asks CUDA nothing.
+
+    Args:
+        visible: the kernel's GPUs, in CUDA's order.
+        of_run: which of them the run has, as ``Gpu.device``.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return []
+    lines = []
+    for number, gpu in enumerate(visible[: torch.cuda.device_count()]):
+        held = torch.cuda.memory_reserved(number)
+        if gpu.device in of_run and held > _MUCH:
+            lines.append(
+                f"this notebook's kernel holds {size_in_words(held)} of cuda:{number}, a GPU of this run: what the cell takes "
+                "from there is on it twice. If that is too much, type `net.cpu()` or `del net` for what is there, then "
+                "`torch.cuda.empty_cache()`, in a cell of its own before this one"
+            )
+    return lines
