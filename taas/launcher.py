@@ -28,6 +28,7 @@ from taas.memory_limits import memory_left
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
 from taas.notebook.live_view import RunHandle, keep_capture
+from taas.notebook.reached_code import takes_first_gpu_for_its_own
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
 from taas.runs.reader import finish
@@ -155,6 +156,12 @@ def ordered(
             colors=shell.colors,
             shell_class=type(shell).__name__,
             directory=str(project_folder()),
+            own_gpu_first=(
+                spec.gpus_per_rank > 0
+                and spec.ranks_per_vm > 1
+                and not spec.keep
+                and takes_first_gpu_for_its_own(cell, shell.user_ns, project)
+            ),
         ),
         workspace=Workspace(
             project=str(project),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import re
 import signal
 import socket
 import tempfile
@@ -27,7 +26,6 @@ from taas.wire import deadlines
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import RankOrder, Staged
 
-_RANKS_ARE_KNOWN = "Distributed|distributed|LOCAL_RANK|local_rank"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -40,13 +38,8 @@ def _interface_of(host: str) -> str | None:
 
 
 def _visible(order: RankOrder, own: str) -> Iterable[str]:
-    """Return the GPUs that a rank sees, in order: in a cell for DataParallel, its own first.
-
-    Such programs call the first GPU theirs (``cuda:0``), and have their batches there; those for several processes number GPUs
-    by ranks, as later cells of kept ranks may.
-    """
-    text, keep = order.cell.text, order.cell.spec.keep
-    own_first = re.search(r"\bDataParallel\b", text) and not re.search(_RANKS_ARE_KNOWN, text) and not keep
+    """Return the GPUs that a rank sees, in order: its own first, where its program takes the first one for its own."""
+    own_first = order.cell.own_gpu_first
     return sorted(order.gpus, key=lambda gpu: gpu != own) if own_first else order.gpus
 
 

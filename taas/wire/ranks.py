@@ -151,6 +151,8 @@ class Cell(msgspec.Struct, frozen=True):
         colors: name of the notebook's colour theme, for tracebacks.
         shell_class: name of the class of the notebook's shell, which libraries ask for.
         directory: where the notebook is now; kept ranks go there, others begin in the project.
+        own_gpu_first: whether its program takes the first GPU for its own, as those for DataParallel do; those for several
+            processes number GPUs by ranks, as later cells of kept ranks may.
     """
 
     text: str
@@ -159,6 +161,7 @@ class Cell(msgspec.Struct, frozen=True):
     colors: str
     shell_class: str = "ZMQInteractiveShell"
     directory: str = ""
+    own_gpu_first: bool = False
 
 
 class Workspace(msgspec.Struct, frozen=True):

@@ -1,0 +1,129 @@
+"""The code that a cell may run: its own, that of the notebook's functions which it names, and of the project's files imported.
+
+It is read as text, nothing is imported. So what it may do is known before a run starts, though not that it will.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_MOST_FILES = 300
+_MOST_BYTES = 1 << 20
+_NAME = re.compile(r"[^\W\d]\w*")
+_IMPORT = re.compile(
+    r"^\s*(?:from\s+(\.*)([\w.]*)\s+import\s+\(?([^#\n)]*)|import\s+([^#\n;]+))", re.MULTILINE
+)
+
+
+def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list[str]:
+    """Return the texts that a cell may run, its own first, files of the project once each."""
+    texts, waiting = [cell], [(cell, project)]
+    files: set[Path] = set()
+    names: set[str] = set()
+    while waiting:
+        text, folder = waiting.pop()
+        found = [*_imported(text, folder, project)]
+        if folder == project:  # it may be the notebook's: a file of the project does not see its names
+            for name in {*_NAME.findall(text)} - names:
+                names.add(name)
+                for source in _sources(namespace.get(name)):
+                    texts.append(source)
+                    waiting.append((source, project))
+                found += _file_of(namespace.get(name), project)
+        for path in found:
+            if path not in files and len(files) < _MOST_FILES:
+                files.add(path)
+                source = _read(path)
+                texts.append(source)
+                waiting.append((source, path.parent))
+    return texts
+
+
+def _read(path: Path) -> str:
+    """Read a file of the project; nothing of one that cannot be read, or that is too large to be somebody's code."""
+    try:
+        return path.read_text(errors="replace") if path.stat().st_size <= _MOST_BYTES else ""
+    except OSError:
+        return ""
+
+
+def _sources(value: Any) -> Iterator[str]:
+    """Give the text of a function of the notebook, or of the functions of one of its classes."""
+    kind = type(value)  # isinstance would ask proxies
+    if not issubclass(kind, type | types.FunctionType) or value.__module__ != "__main__":
+        return
+    members = [value] if issubclass(kind, types.FunctionType) else vars(value).values()
+    for function in members:
+        if type(function) is types.FunctionType:
+            try:
+                yield inspect.getsource(function)
+            except (OSError, TypeError):  # it was made by code that is nowhere written down
+                continue
+
+
+def _file_of(value: Any, project: Path) -> list[Path]:
+    """Return the file of the project that a module, a function, a class or an instance is from."""
+    kind = type(value)
+    if issubclass(kind, types.ModuleType):
+        module = value
+    else:
+        owner = value if issubclass(kind, type | types.FunctionType) else kind
+        module = sys.modules.get(str(owner.__module__))
+    path = Path("" if module is None else str(vars(module).get("__file__") or ""))
+    return [path] if path.suffix == ".py" and path.is_relative_to(project) and path.is_file() else []
+
+
+def _imported(text: str, folder: Path, project: Path) -> Iterator[Path]:
+    """Give the project's files that a text imports, which stands in a folder."""
+    for dots, module, members, modules in _IMPORT.findall(text):
+        if modules:
+            for part in modules.split(","):
+                words = part.split()
+                yield from _files_named(words[0] if words else "", [folder, project])
+            continue
+        roots = [folder, project]
+        if dots:
+            start = folder
+            for _ in dots[1:]:
+                start = start.parent
+            roots = [start]
+        yield from _files_named(module, roots)
+        for member in members.split(","):
+            words = member.split()
+            if words:
+                yield from _files_named(f"{module}.{words[0]}".strip("."), roots)
+
+
+def _files_named(module: str, roots: list[Path]) -> Iterator[Path]:
+    """Give the files of a module, and of the packages that it is in."""
+    parts = module.split(".")
+    for root in dict.fromkeys(roots):
+        for depth in range(1, len(parts) + 1):
+            place = root.joinpath(*parts[:depth])
+            for path in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+                if parts[0] and path.is_file():
+                    yield path
+
+
+# ---------------------------------------------------------------- programs for one process with several GPUs
+
+_WRAPS = re.compile(r"\bDataParallel\s*\(")
+_KNOWS_RANKS = re.compile(
+    r"Distributed|distributed|LOCAL_RANK|local_rank|\b(?:accelerate|lightning|transformers|fastai|deepspeed|ignite|composer)\b"
+)
+
+
+def takes_first_gpu_for_its_own(cell: str, namespace: Mapping[str, Any], project: Path) -> bool:
+    """Tell whether a cell is a program for ``nn.DataParallel``, whose ``cuda:0`` is then each rank's own GPU.
+
+    It wraps a model so, itself or by code that it calls, and neither it nor that code numbers GPUs by ranks.
+    """
+    texts = reached_code(cell, namespace, project)
+    wrapping = [text for text in texts if _WRAPS.search(text)]
+    return bool(wrapping) and not any(_KNOWS_RANKS.search(text) for text in [cell, *wrapping])
