@@ -14,7 +14,7 @@ from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.cells import MAGIC, cell_numbers, dress, users_names
 from taas.capture.flat import LeftOut, Lost
-from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection
+from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, few_words_of, no_collection
 from taas.capture.holders import (
     all_holders,
     go_to_ends,
@@ -27,6 +27,7 @@ from taas.capture.import_draws import imported_after, last_imported, put_back_dr
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, view_of
 from taas.capture.payload import Payload, write_file
+from taas.capture.process_own import left_attributes
 from taas.capture.process_state import ProcessState, not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
 from taas.capture.reading import ATOMS
@@ -125,6 +126,7 @@ class Arrival:
         """Take what changes are found against, right before the cell runs."""
         with no_collection():
             left_out.clear()
+            left_attributes.clear()
             self.heap.mark()
             self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
             self.names_before = {**self._namespace}
@@ -163,6 +165,8 @@ class Arrival:
 # ---------------------------------------------------------------- the answer
 
 _WHOLE = frozenset({"tuple", "frozenset"})
+_told_parted: dict[tuple[int, str], int] = {}
+"""What this process has told of attributes that stay with it: by object and name, the id of what was there."""
 
 
 class CellChanges:
@@ -180,14 +184,16 @@ class CellChanges:
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
         self._places_now = holders(arrival.project)
         left_out.clear()
+        left_attributes.clear()
         known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
         reader = Reader(namespace, project=arrival.project, unwrap=True)
-        self._heap.left = {}
+        self._heap.left, self._heap.parted = {}, []
         self._heap.describe_after(known, reader, self._known)
         self._number_roots()
-        self._heap.leave_out()
+        self._heap.leave_out(roots=self._roots)
         self._compare()
         self._tell_left_out()
+        self._tell_parted()
         self._number_anew()
         self._held_back = self._without_refused()
 
@@ -286,6 +292,18 @@ class CellChanges:
                 continue
             self._lost.append(Lost(path, (self._why_not(path, one.part) or str(one.error)) + AS_BEFORE))
 
+    def _tell_parted(self) -> None:
+        """Say what stays with this process of what comes back; not again of what was there in the cell before (``--keep``)."""
+        new = []
+        for one in self._heap.parted:
+            key = id(one.holder), one.attribute
+            if _told_parted.get(key) != id(one.part):
+                new.append(one)
+            _told_parted[key] = id(one.part)
+        self._lost += [
+            Lost(told, "each process has its own; the rest came back") for told in few_words_of(new)
+        ]
+
     def _compare(self) -> None:
         heap = self._heap
         for n in range(NAMESPACE + 1, self._arrival.known_before):
@@ -357,7 +375,7 @@ class CellChanges:
             around = heap.holding(refused, range(len(heap.objects)))
             told = self._of(around)[:1]
         for name in told:
-            is_new = roots[name] in new
+            is_new = roots[name] in new or roots[name] >= known  # the notebook has nothing in its place
             why = self._why(name) + ("" if is_new else AS_BEFORE)
             self._lost.append(Lost(name or "the cell's last value", why, name))
             if is_new:

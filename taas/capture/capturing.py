@@ -30,6 +30,7 @@ from taas.capture.heap import (
     NAMESPACE,
     Heap,
     culprit_of,
+    few_words_of,
     no_collection,
 )
 from taas.capture.holders import (
@@ -46,6 +47,7 @@ from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.names import ANY, Needs, names_used_by, needs_of
 from taas.capture.payload import check_room, write_file
+from taas.capture.process_own import left_attributes
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
 from taas.delivery.registered import loaders_delivered
@@ -143,6 +145,7 @@ class Capture:
     def _pack(self, places: dict[str, Any], *, for_data: bool) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
         left_out.clear()
+        left_attributes.clear()
         needs, namespace = self._needs, self._namespace
         bound = {**dict.fromkeys(sorted(needs.maybe), _NO_NAMES), **needs.bound}
         waiting = [*bound]
@@ -265,7 +268,7 @@ class Capture:
         length = len(heap.objects)
         n = heap.enter(value)
         heap.walk()
-        while heap.leave_out(length):
+        while heap.leave_out(length, {name: n}):
             heap.back_to(length)
             n = heap.enter(value)
             heap.walk()
@@ -349,6 +352,10 @@ class Capture:
         }
         without = [*self._without, *(self._why(path, one.part, one.error) for path, one in left.items())]
         found += [f"{why} The ranks do without it." for why in without]
+        parted = [one for one in self.heap.parted if id(one.holder) in self.heap.number]
+        found += [
+            f"{told}: each process has its own, so the ranks do without." for told in few_words_of(parted)
+        ]
         if unwrapped := sorted(self._held.kept.wrapped & self._roots.keys()):
             found.append(
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "

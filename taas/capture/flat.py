@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from taas.capture.memory import MemoryRange
+from taas.capture.process_own import is_of_process, left_attributes, names_told
 from taas.capture.reader import Reader
 from taas.capture.reading import (
     ATOMS,
@@ -137,6 +138,16 @@ class LeftOut(NamedTuple):
     error: Exception
 
 
+class LeftAttribute(NamedTuple):
+    """An attribute that belongs to its process: the way to it, its name, and what it holds; and the object that has it."""
+
+    path: str
+    attribute: str
+    kind: str
+    holder: Any
+    part: Any
+
+
 class Lost(NamedTuple):
     """What does not come back: what it is called, and why, unless that says it. ``name``: of which name it is a part, if of one."""
 
@@ -154,7 +165,8 @@ class FlatStates:
     """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
 
     ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory from number ``collected`` on it is
-    noted how all that look into it use it. ``left`` is what stays behind of modules, loggers and formatters, by how it is written.
+    noted how all that look into it use it. ``left`` is what stays behind of modules, loggers and formatters, by how it is written;
+    ``parted`` what stays with its process.
     """
 
     def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
@@ -168,6 +180,7 @@ class FlatStates:
         self.failed: dict[int, Exception] = {}
         self.named: dict[int, str] = {}
         self.left: dict[str, LeftOut] = {}
+        self.parted: list[LeftAttribute] = []
         self._todo: list[int] = []
         held = {(m, n): attributes_of(sys.modules.get(m)) for m, n in _HELD}
         self._held = {id(there[n]): (m, n) for (m, n), there in held.items() if n in there}
@@ -196,7 +209,7 @@ class FlatStates:
             self.states[n] = _state(self._said, value)
         except Exception as error:  # whatever a user's own protocol raises
             self.failed[n] = error
-            if is_only_python(type(value)):
+            if is_only_python(type(value)) and not is_of_process(type(value)):
                 self.states[n] = _state(self._plain, value)
 
     def back_to(self, length: int) -> None:
@@ -273,8 +286,9 @@ class FlatStates:
     def _plain(self, value: Any, children: list[int]) -> _Said:
         children.append(self.enter(type(value)))
         attributes, slots = read_insides(value)
-        names = None if attributes is None else [*attributes]
-        held = self._split([*(attributes or {}).values()], children)
+        names = None if attributes is None else names_told(value, attributes)
+        # no copy of the dict: it would count as another holder of what is in it
+        held = self._split([(attributes or {})[name] for name in names or ()], children)
         return "object", (names, held, [*slots], self._split([*slots.values()], children))
 
     def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Said:
@@ -286,6 +300,10 @@ class FlatStates:
             return "reading", (first, None, by, made, [])
         own: Any = getattr(value, "__dict__", self)
         parts = [{**own} if part is own is not value else part for part in reading.state]
+        if left_attributes:
+            for index, part in enumerate(parts):
+                if type(part) is dict:
+                    parts[index] = {name: part[name] for name in names_told(value, part)}
         told = self._split(parts, children, fresh=_OF_STATE)
         return "reading", (first, _are_attributes(value, reading), by, made, told)
 

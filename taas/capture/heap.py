@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from taas.capture.flat import FlatStates, LeftOut, State
+from taas.capture.flat import FlatStates, LeftAttribute, LeftOut, State
 from taas.capture.holders import Left, holder_kinds, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange, Span
+from taas.capture.process_own import holds, is_of_process, left_attributes
 from taas.capture.reader import Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS, read_insides
 from taas.capture.tensors import is_tensor
@@ -31,6 +32,7 @@ NAMESPACE = 0
 CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
 """Kinds of objects in which nothing can change."""
 
+_CONTAINERS = frozenset({"list", "tuple", "dict", "OrderedDict", "set", "frozenset"})
 _HOME = ("__main__", "builtins")
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
@@ -263,16 +265,21 @@ class Heap(FlatStates):
 
     def holding(self, numbers: Iterable[int], among: Iterable[int], last: Container[int] = ()) -> set[int]:
         """Return what holds any of some objects, directly or not, and these; not what holds the ``last``."""
-        holders: dict[int, list[int]] = {}
-        for n in among:
-            for child in (self.states[n] or NO_STATE)[2]:
-                holders.setdefault(child, []).append(n)
+        holders = self._holders(among)
         found, waiting = set(numbers), [*numbers]
         while waiting:
             new = [n for n in holders.get(waiting.pop(), ()) if n not in found]
             found.update(new)
             waiting += [n for n in new if n not in last]
         return found
+
+    def _holders(self, among: Iterable[int]) -> dict[int, list[int]]:
+        """Return which objects, of some, hold an object, by its number."""
+        holders: dict[int, list[int]] = {}
+        for n in among:
+            for child in (self.states[n] or NO_STATE)[2]:
+                holders.setdefault(child, []).append(n)
+        return holders
 
     def way_to(self, wanted: Container[int], roots: Mapping[str, int]) -> tuple[str, int] | None:
         """Return the shortest way to some object: how it is written, as ``trainer.callbacks[2].conn``, and its number."""
@@ -296,8 +303,62 @@ class Heap(FlatStates):
                 path, holder = path + label, part
         return path, waiting[0]
 
-    def leave_out(self, first: int = 0) -> bool:
-        """Leave out, of objects from ``first`` on, which parts of modules, loggers and formatters cannot travel. Tell whether any.
+    def leave_out(self, first: int = 0, roots: Mapping[str, int] | None = None) -> bool:
+        """Leave out, of objects from ``first`` on, what cannot travel and others can do without. Tell whether there is any."""
+        of_holders = self._leave_out_of_holders(first)
+        return self._leave_out_attributes(first, roots or {}) or of_holders
+
+    def _leave_out_attributes(self, first: int, roots: Mapping[str, int]) -> bool:
+        """Leave out attributes that belong to their process, or have in a container what does.
+
+        From each such object, climb through containers to what has them as an attribute. What has it in another way (a hook that
+        closes over it) cannot do without.
+        """
+        reasons = {
+            n: type(self.objects[n]).__qualname__
+            for n in self.failed
+            if n >= first and is_of_process(type(self.objects[n]))
+        }
+        if not reasons:
+            return False
+        holders = self._holders(range(first, len(self.objects)))
+        changed: set[int] = set()
+        waiting = [*reasons]
+        while waiting:
+            part = waiting.pop()
+            for n in holders.get(part, ()):
+                names = self._attributes_with(n, part)
+                new = [name for name in names if (id(self.objects[n]), name) not in left_attributes]
+                for name in new:
+                    self._leave_out_attribute(n, name, reasons[part], roots)
+                    changed.add(n)
+                if n not in reasons and (self.states[n] or NO_STATE)[0] in _CONTAINERS:
+                    reasons[n] = reasons[part]
+                    waiting.append(n)
+        for n in changed:
+            self.failed.pop(n, None)
+            self.describe_again(n)
+        self.walk()
+        return bool(changed)
+
+    def _attributes_with(self, n: int, part: int) -> list[str]:
+        """Return the attributes of an instance that are an object, or a container with it."""
+        holder, wanted = self.objects[n], self.objects[part]
+        if (self.states[n] or NO_STATE)[0] not in ("object", "reading") or isinstance(holder, _CODE):
+            return []
+        attributes = getattr(holder, "__dict__", {})
+        return [name for name, item in attributes.items() if holds(item, lambda one: one is wanted)]
+
+    def _leave_out_attribute(self, n: int, name: str, kind: str, roots: Mapping[str, int]) -> None:
+        holder = self.objects[n]
+        part = vars(holder)[name]
+        way = self.way_to((n,), roots)
+        path = way[0] if way else f"a {type(holder).__qualname__}"
+        left_attributes[id(holder), name] = holder, part
+        self.parted.append(LeftAttribute(f"{path}.{name}", name, kind, holder, part))
+
+    def _leave_out_of_holders(self, first: int) -> bool:
+        """Leave out which parts of modules, loggers and formatters cannot travel.
 
         Nor does what of a module's data holds code of a module that is not found by its name.
         """
@@ -376,9 +437,18 @@ _ADVICE = {
     "coroutine": "await it before the cell, or inside it",
     **dict.fromkeys(("TextIOWrapper", "BufferedReader", "BufferedWriter"), "open it inside the cell"),
     **dict.fromkeys(("Connection", "socket"), "connect inside the cell"),
-    "_MultiProcessingDataLoaderIter": "pass the DataLoader and call iter() inside the cell",
+    **dict.fromkeys(
+        ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter"),
+        "pass the DataLoader and call iter() inside the cell",
+    ),
+    **dict.fromkeys(
+        ("ProcessGroup", "DeviceMesh", "Work", "TCPStore", "Stream", "Event"), "make it inside the cell"
+    ),
 }
 _OTHER_ADVICE = "make it inside the cell, or give the class that holds it a __getstate__ that leaves it out"
+
+
+_FEW = 3
 
 
 class Culprit(NamedTuple):
@@ -406,6 +476,18 @@ def culprit_of(name: str, value: Any, reader: Reader, *, without_gpu: bool = Fal
     kind = cls.__qualname__ if own else f"{cls.__module__}.{cls.__qualname__}"
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     return Culprit(path, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))
+
+
+def few_words_of(parted: list[LeftAttribute]) -> list[str]:
+    """Say what some attributes are, in a line for each kind of what they hold."""
+    kinds: dict[str, list[str]] = {}
+    for one in parted:
+        kinds.setdefault(one.kind, []).append(one.path)
+    found = []
+    for kind, paths in kinds.items():
+        more = f" and {len(paths) - _FEW} more" if paths[_FEW:] else ""
+        found.append(f"{', '.join(paths[:_FEW])}{more} ({kind})")
+    return found
 
 
 def _label(holder: Any, part: Any) -> str:

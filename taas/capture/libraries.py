@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from taas.capture.process_own import keep_own
 from taas.capture.reading import (
     Reading,
     keeps_pickling_of_object,
@@ -53,9 +54,9 @@ def _read(value: Any, setter: Callable[[Any, Any], None], without: str) -> Readi
 
 def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
     """Set a DataLoader, whose workers that persist are its process' own."""
-    iterator = vars(loader).get("_iterator")
+    iterator, own = vars(loader).get("_iterator"), keep_own(loader, state[0])
     vars(loader).clear()
-    vars(loader).update(*state, _iterator=iterator)
+    vars(loader).update(*state, **own | {"_iterator": iterator})
 
 
 def _set_bar(bar: Any, insides: tuple[Any, dict[str, Any]]) -> None:
@@ -80,9 +81,9 @@ def _reader_of_optimizers(cls: Any) -> _ReaderOf | None:
 
 
 def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
-    step = optimizer.__dict__.get("step")
+    step, own = optimizer.__dict__.get("step"), keep_own(optimizer, state[0])
     optimizer.__dict__.clear()
-    optimizer.__dict__.update(*state)
+    optimizer.__dict__.update(*state, **own)
     if step is not None:
         optimizer.step = step
     if "_zero_grad_profile_name" in optimizer.__dict__:  # that method sets it; some wrappers never called it
@@ -91,8 +92,9 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
 
 
 def _set_scheduler(scheduler: Any, state: tuple[dict[str, Any]]) -> None:
+    own = keep_own(scheduler, state[0])
     scheduler.__dict__.clear()
-    scheduler.__dict__.update(*state)
+    scheduler.__dict__.update(*state, **own)
     if "_step_count" in state[0]:  # ``ReduceLROnPlateau`` lets it be
         _mark_step(state[0]["optimizer"])
 

@@ -21,6 +21,7 @@ from taas.capture.code_by_value import (
 )
 from taas.capture.holders import reader_of_holders, reader_of_module
 from taas.capture.libraries import library_reader
+from taas.capture.process_own import is_of_process, refuse
 from taas.capture.reading import (
     ATOMS,
     FILES,
@@ -91,6 +92,8 @@ class Reader:
             return self._class
         if issubclass(cls, types.ModuleType):
             return self._module
+        if is_of_process(cls):
+            return refuse
         if (holder := reader_of_holders(cls)) is not None:
             return holder
         if getattr(cls, "__taas_stays__", False):

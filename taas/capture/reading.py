@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from taas.capture.process_own import keep_own
 from taas.import_hooks import attributes_of, may_be_of_project
 
 ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(None)})
@@ -92,7 +93,9 @@ def read_insides(value: Any, *members: str) -> tuple[Any, dict[str, Any]]:
 def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
     """Make these an object's ``__dict__``, slots and members, past whatever its class does with attributes."""
     attributes, slots = insides
-    if attributes is not None and value.__dict__ is not attributes:
+    if attributes is not None and (here := value.__dict__) is not attributes:
+        if here:
+            attributes.update(keep_own(value, attributes))
         object.__setattr__(value, "__dict__", attributes)
     for name, item in slots.items():
         object.__setattr__(value, name, item)
@@ -179,7 +182,7 @@ def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
 def _set_state(value: Any, inner: Any) -> None:
     attributes, slots = inner if isinstance(inner, tuple) and len(inner) == 2 else (inner, None)
     if type(attributes) is dict and keeps_all_attributes(type(value)):
-        for name in vars(value).keys() - attributes.keys():
+        for name in vars(value).keys() - attributes.keys() - keep_own(value, attributes).keys():
             del vars(value)[name]
     if hasattr(value, "__setstate__"):
         value.__setstate__(inner)
