@@ -104,9 +104,15 @@ int cudaEventDestroy(void *event) { return SUCCESS; }
 /* memory */
 int cudaMalloc(void **address, size_t size) { *address = calloc(1, size); return use(current); }
 int cudaFree(void *address) { note("free", current); free(address); return SUCCESS; }
+static struct { char *start; size_t size; } pinned[4096];
+static int pins;
 int cudaHostAlloc(void **address, size_t size, unsigned flags)
 {
     if (posix_memalign(address, 4096, size)) return INVALID;
+    int number = __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST);
+    if (number >= 4096) abort();
+    pinned[number].start = *address;
+    pinned[number].size = size;
     note("pin", current);
     return use(current);
 }
@@ -114,7 +120,13 @@ int cudaFreeHost(void *address) { free(address); return SUCCESS; }
 int cudaHostRegister(void *address, size_t size, unsigned flags) { note("register", current); return use(current); }
 int cudaHostUnregister(void *address) { return SUCCESS; }
 int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) { *device = host; return SUCCESS; }
-int cudaPointerGetAttributes(int *attributes, const void *address) { memset(attributes, 0, 24); return SUCCESS; }
+int cudaPointerGetAttributes(int *attributes, const char *address)
+{
+    memset(attributes, 0, 24); /* the first field is the kind of memory: 0 is ordinary, 1 page-locked */
+    for (int number = 0; number < pins && number < 4096; number++)
+        if (address >= pinned[number].start && address < pinned[number].start + pinned[number].size) attributes[0] = 1;
+    return SUCCESS;
+}
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) { memcpy(to, from, size); return use(current); }
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, stream_t stream)
 {

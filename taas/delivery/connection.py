@@ -7,9 +7,11 @@ least once; here it is yielded exactly once: what is here already, or was yielde
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,6 +55,20 @@ class Element:
     frame: Any
 
 
+@dataclass(slots=True)
+class Ahead:
+    """An element that is worked on before it is taken; ``taken`` is to be called when it is."""
+
+    element: Element
+    memory: Any
+    taken: Callable[[], None]
+
+    def build(self) -> Any:
+        """Return its object, once; its memory is its own from then on."""
+        memory, self.memory = self.memory, None
+        return decode(self.element.stream, memory)
+
+
 class Holdings:
     """Elements that this rank has yielded, until nobody uses their memory any more.
 
@@ -73,13 +89,7 @@ class Holdings:
         arrival, slabs = element.arrival, self._slabs
         if arrival.offset < 0 or not arrival.used:
             self.release(element)
-            memory: Any = b""
-            if element.frame is not None:
-                memory = element.frame.buffer
-                array = np.frombuffer(memory, np.uint8)
-                # small frames share a buffer of zmq's
-                if array.ctypes.data % 64 or not array.flags.writeable:
-                    memory = array.copy()
+            memory = _memory_of_frame(element)
         elif slabs is not None and self._held and self._held + arrival.capacity > self._limit:
             memory = np.frombuffer(slabs.map, np.uint8, arrival.used, arrival.offset).copy()
             self.release(element)
@@ -91,6 +101,29 @@ class Holdings:
             memory = lease_slot(slabs, arrival.offset, arrival.capacity, freed)
         return decode(element.stream, memory)
 
+    def hold_ahead(self, element: Element) -> Ahead | None:
+        """Lay hold of an element's memory before it is taken; None where this rank hoards."""
+        arrival, slabs = element.arrival, self._slabs
+        if arrival.offset < 0 or not arrival.used:
+            return Ahead(element, _memory_of_frame(element), partial(self.release, element))
+        if self._held and self._held + arrival.capacity > self._limit:
+            return None
+        assert slabs is not None
+        slabs.fault_in(arrival.offset, arrival.capacity)
+        # It may be used no more before it is taken, as all of it was copied, or only after that: in any thread. What comes
+        # second gives it back; of an element that is never taken nobody says anything.
+        events = itertools.count()
+
+        def note() -> None:
+            if next(events) == 1:
+                self.freed.append((arrival.number, arrival.capacity))
+
+        def take() -> None:
+            self._held += arrival.capacity
+            note()
+
+        return Ahead(element, lease_slot(slabs, arrival.offset, arrival.capacity, note), take)
+
     def told(self) -> list[int]:
         """Return which elements were released since this was asked last."""
         released = []
@@ -99,6 +132,16 @@ class Holdings:
             self._held -= capacity
             released.append(number)
         return released
+
+
+def _memory_of_frame(element: Element) -> Any:
+    """Return the memory of an element that came as a frame, or of one that has none."""
+    if element.frame is None:
+        return b""
+    array = np.frombuffer(element.frame.buffer, np.uint8)
+    # small frames share a buffer of zmq's
+    shared = array.ctypes.data % 64 or not array.flags.writeable
+    return array.copy() if shared else element.frame.buffer
 
 
 @dataclass(slots=True)
@@ -195,6 +238,12 @@ class DeliveryConnection:
             if isinstance(element, Element):
                 iteration.next = step + 1
             return element
+
+    def peek(self, plan: int, step: int) -> Element | None:
+        """Return this rank's element of a step, if it is here; it is not taken, and nothing is waited for."""
+        with self._lock:
+            iteration = self._iterations.get(plan)
+            return None if iteration is None else iteration.ready.get(self._seq(step))
 
     def _seq(self, step: int) -> int:
         return step * self.config.ranks + self._rank

@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, _utils
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from taas.adopt import own_gpu
+from taas.delivery import pinning
 from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.connection import DeliveryConnection, Element
 from taas.delivery.failures import raise_remote
 from taas.delivery.messages import Ended, LoaderFacts
+from taas.delivery.pinning import PinAhead
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 _connection: DeliveryConnection | None = None
@@ -222,6 +225,7 @@ class DeliveredIterator:
         self._loader, self._connection, self._plan = loader, connection, plan
         self._step = self._first = first
         self._over = False
+        self._pinning: PinAhead | None = None
 
     def __iter__(self) -> DeliveredIterator:
         return self
@@ -242,7 +246,9 @@ class DeliveredIterator:
             self._end(element)
         self._step += 1
         loader._yielded += 1
-        return self._unpack(element)
+        data = self._unpack(element)
+        self._pin_next()
+        return data
 
     def _end(self, ended: Ended) -> NoReturn:
         self.finish(asked=self._step)
@@ -253,17 +259,33 @@ class DeliveredIterator:
         raise StopIteration
 
     def _unpack(self, element: Element) -> Any:
+        holdings = self._connection.holdings
         if element.arrival.failed:
-            self._connection.holdings.release(element)
+            holdings.release(element)
             raise_remote(element.stream)
-        data = self._connection.holdings.build(element)
-        if self._loader.pin_memory and torch.cuda.is_available():
-            return _utils.pin_memory.pin_memory(data)
-        return data
+        if not (self._loader.pin_memory and torch.cuda.is_available()):
+            return holdings.build(element)
+        pinned = None if self._pinning is None else self._pinning.take(element)
+        return pinning.pin(holdings.build(element)) if pinned is None else pinned
+
+    def _pin_next(self) -> None:
+        """Let a thread pin the next element, if it is here, while the program works with this one."""
+        if not (self._loader.pin_memory and own_gpu.with_contexts()):
+            return
+        element = self._connection.peek(self._plan, self._step)
+        if element is None or element.arrival.failed:
+            return
+        ahead = self._connection.holdings.hold_ahead(element)
+        if ahead is not None:
+            if self._pinning is None:
+                self._pinning = PinAhead()
+            self._pinning.begin(ahead)
 
     def finish(self, asked: int) -> None:
         """Come to the end; so many steps were asked beyond."""
         self._over = True
+        if self._pinning is not None:
+            self._pinning.end()
         self._connection.close(self._plan, self._step, asked)
 
     @property
@@ -272,5 +294,7 @@ class DeliveredIterator:
         return max(self._first, self._step - 1)
 
     def __del__(self) -> None:
+        if not self._over and self._pinning is not None:
+            self._pinning.end()
         if not self._over and _connection is self._connection:
             self._connection.close(self._plan, self._step, self._left_at)
