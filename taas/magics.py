@@ -14,7 +14,7 @@ from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas.errors import HeaderError
-from taas.header.grammar import find_header, parse_magic_line
+from taas.header.grammar import find_header, is_setup, parse_magic_line
 from taas.header.options import options_table
 from taas.import_hooks import note_files
 from taas.notebook.verbs import help_text
@@ -46,6 +46,15 @@ def headed_cell(lines: list[str]) -> list[str]:
     """
     cell = "".join(lines)
     header = find_header(cell)
+    if is_setup(header) and _frontend().may_be_setup(cell):
+        return lines  # an ordinary cell, which `_note_setup` notes when it has run
+    if (
+        header is None
+        and lines
+        and _is_setup_magic(lines[0])
+        and _frontend().may_be_setup("".join(lines[1:]))
+    ):
+        return ["\n", *lines[1:]]
     if header is None:
         if len(lines) == 1 and _MAGIC_LINE.match(cell) and not cell.rstrip().endswith("?"):
             return [f"{cell.rstrip()}\n", "# no code\n"]  # else IPython advises %taas
@@ -55,6 +64,23 @@ def headed_cell(lines: list[str]) -> list[str]:
     if header.problem is None:
         _frontend().check_syntax(cell, get_ipython())
     return [f"get_ipython().run_cell_magic('taas', '', {cell!r})\n"]
+
+
+def _is_setup_magic(line: str) -> bool:
+    return _MAGIC_LINE.match(line) is not None and is_setup(parse_magic_line(line.removeprefix("%%taas")))
+
+
+def _note_setup(result: Any) -> None:
+    """After a cell: note that it is a setup cell, and has run well; or that it was one, and has lost its header since."""
+    info = result.info
+    first, _, rest = info.raw_cell.partition("\n")
+    if _is_setup_magic(first):
+        is_one, text = True, "\n" + rest
+    else:
+        is_one, text = is_setup(find_header(info.raw_cell)), info.raw_cell
+    if is_one or "taas.notebook.frontend" in sys.modules:
+        identity = getattr(info, "cell_id", None) or info.raw_cell
+        _frontend().note_setup(identity, result, text if is_one else None)
 
 
 # IPython asks transformers without side effects whether a cell that is being typed is complete.
@@ -110,6 +136,7 @@ def activate(shell: Any) -> None:
         shell.input_transformers_cleanup.append(headed_cell)
         shell.Completer.custom_matchers += _MATCHERS
         shell.events.register("post_run_cell", note_files)
+        shell.events.register("post_run_cell", _note_setup)
         _tell_late_header(shell)
         if hasattr(shell, "kernel"):
             from taas.notebook.comms import let_comms_travel  # not every IPython has the package comm
@@ -153,4 +180,5 @@ def deactivate(shell: Any) -> None:
             m for m in shell.Completer.custom_matchers if m not in _MATCHERS
         )
         shell.events.unregister("post_run_cell", note_files)
+        shell.events.unregister("post_run_cell", _note_setup)
         shell.events.register("post_run_cell", _release_what_is_left)

@@ -139,6 +139,15 @@ class Notebook:
         self.start(code, store_history=store_history)
         return self.end(seconds)
 
+    def start_cell(self, identity: str, code: str) -> None:
+        """Execute a cell as a front end does that tells which of its cells it is."""
+        self._ran, self._ended = Ran(), False
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        content |= {"user_expressions": {}, "stop_on_error": False}
+        message = self._client.session.msg("execute_request", content, metadata={"cellId": identity})
+        self._client.shell_channel.send(message)
+        self._pending = message["header"]["msg_id"]
+
     def start(self, code: str, *, store_history: bool = True, keyboard: bool = False) -> None:
         """Execute a cell; with a keyboard, it may ask.
 

@@ -34,7 +34,7 @@ def test_option_list_is_frozen() -> None:
     """Options are the contract with every notebook written so far: none comes or goes unnoticed."""
     assert tuple(OPTIONS) == (
         "gpus", "cpus", "units", "name", "background", "rehearse", "backend", "max-restarts", "hang-timeout",
-        "output", "return", "collect", "rank-writes", "shared", "prebuffer", "uneven", "keep", "post-mortem", "notify",
+        "output", "return", "collect", "rank-writes", "shared", "prebuffer", "uneven", "keep", "post-mortem", "notify", "setup",
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def test_the_status_table_is_live(notebook: Notebook) -> None:
 
 def test_the_verbs_are_these() -> None:
     """The contract's list."""
-    names = "status logs stop stacks attach top history recover export engine config types run install release doctor"
+    names = "status logs stop stacks attach top history recover export engine config setup types run install release doctor"
     assert list(VERBS) == names.split()
     assert all(verb in help_text() for verb in VERBS)
 

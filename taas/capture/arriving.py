@@ -31,6 +31,7 @@ from taas.capture.process_own import left_attributes
 from taas.capture.process_state import ProcessState, not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
 from taas.capture.reading import ATOMS
+from taas.capture.setup_cells import SetupCell, run_setup_cells
 from taas.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Arrival:
         self.state = ProcessState(contents["process state"], device)
         self.cell_numbers: dict[str, int] = {}
         self._magics: dict[str, Any] = {}
+        self._of_setup: dict[str, Any] = before._of_setup if before is not None else {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,6 +83,20 @@ class Arrival:
     def left_behind(self) -> dict[str, str]:
         """Why names of the notebook did not come, by name."""
         return self.contents["left behind"]  # type: ignore[no-any-return]
+
+    def run_setup_cells(self) -> None:
+        """Run the notebook's setup cells that this process has not run; raises :class:`CaptureError` where one fails."""
+        cells = [SetupCell._make(cell) for cell in self.contents["setup"]]
+        before = {**self._namespace} if cells else self._namespace
+        run_setup_cells(cells, self._namespace, self.contents["future"])
+        bound = {
+            name: value for name, value in self._namespace.items() if before.get(name, self) is not value
+        }
+        self._of_setup.update(bound)
+
+    def is_of_setup(self, name: str, value: Any) -> bool:
+        """Tell whether a name has what a setup cell bound to it in this process, of which the notebook has another."""
+        return self._of_setup.get(name, self) is value
 
     def load(self, *, for_data: bool = False) -> Builder:
         """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here.
@@ -220,7 +236,7 @@ class CellChanges:
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
             "imported": imported_after(arrival.last_module_before),
-            "there": [*self._visible],
+            "there": [n for n, value in self._visible.items() if not arrival.is_of_setup(n, value)],
             "own": [name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound],
             **self._told_of_names(),
         }
@@ -416,6 +432,7 @@ def _load_with_state(arrival: Arrival, project: Path | None, *, for_data: bool =
     arrival.state.put_early(str(project or arrival.project))
     put_back_draws_of(arrival.contents["known modules"])
     arrival.payload.take_sources()
+    arrival.run_setup_cells()
     with no_collection():
         builder = arrival.load(for_data=for_data)
     arrival.state.put()

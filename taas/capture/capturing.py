@@ -50,6 +50,7 @@ from taas.capture.payload import check_room, write_file
 from taas.capture.process_own import left_attributes
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
+from taas.capture.setup_cells import setup_cells
 from taas.delivery.registered import loaders_delivered
 from taas.errors import CaptureError, HeaderError
 from taas.wording import first_line, shown, size_in_words
@@ -290,7 +291,7 @@ class Capture:
         """Write them into a file, with what the ranks have to know beside them; raises :class:`CaptureError` without memory for it."""
         check_room(self._sizes)
         heap, reader = self.heap, self.heap.reader
-        files = cell_numbers(shell)
+        files, setup = cell_numbers(shell), setup_cells()
         sources = heap.sources()
         packages = {module.partition(".")[0] for module in reader.modules}
         first = len(self._held.objects)
@@ -298,12 +299,16 @@ class Capture:
             "project": self._project,
             "apart": [*self._edited],
             "process state": process_state.of_notebook(),
-            "cells": {file: files[file] for file in sources if file in files},
+            "cells": {
+                **{cell.file: cell.number for cell in setup},
+                **{file: files[file] for file in sources if file in files},
+            },
             "sources": sources,
             "history": history_of(shell),
             "imports": modules_used(packages, self._namespace),
             "imports of the cell": self._imports,
             "known modules": known_modules(),
+            "setup": [tuple(cell) for cell in setup],
             "left behind": self.left_behind,
             "roots": self._in_order_of_binding(self._roots),
             "for data": self._names_for_data(),

@@ -180,6 +180,7 @@ def parse_header(
     name = given.pop("on", None) if header.magic else header.instance and fill(header.instance).strip()
     before = "--on " if header.magic else "#!"
     kind = catalog.find(name, before) if name is not None else None
+    _check_setup(given, kind)
     _check_delivery(given, registered)
     _check_keep(given)
     shape = _shape(kind, given, visible_gpus, before)
@@ -188,6 +189,26 @@ def parse_header(
         **shape,
         **spec_values(given, catalog.settings, shape["vms"] * shape["ranks_per_vm"]),
     )
+
+
+def is_setup(header: HeaderText | None) -> bool:
+    """Tell whether a header is ``#pragma taas --setup``: the cell runs in the notebook, and again in each process of a run."""
+    if header is None or header.problem is not None or header.instance is not None:
+        return False
+    try:
+        return read_options(header.options or "", magic=header.magic) == {"setup": True}
+    except HeaderError:
+        return False
+
+
+def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
+    """A setup cell is no run: nothing that a run is asked for goes with it."""
+    if "setup" not in given:
+        return
+    others = [f"--{name}" for name in given if name != "setup"] + ([kind.name] if kind else [])
+    beside = others[0] if others else "a name that is expanded"
+    answer = f"leave {beside} out: #pragma taas --setup stands alone, as such a cell is no run"
+    raise HeaderError(refusal(f"--setup with {beside}", answer))
 
 
 def _shape(kind: InstanceType | None, given: dict[str, Any], visible: int, before: str) -> dict[str, Any]:

@@ -138,13 +138,16 @@ _GPUS = Option(  # it sets three fields, together with the instance type
         *("num-gpus", "devices", "ranks", "world-size", "procs", "processes"),
     ),
 )
+_SETUP = Option(
+    "setup", "", None, "alone: it runs here, and again in each process of later runs, before names arrive"
+)
 _FIELDS: dict[str, Option] = {
     row.name: replace(option, name=option.name or row.name.replace("_", "-"))
     for row in fields(RunSpec)
     if (option := row.metadata.get("option")) is not None
 }
 """By the name of a field, the option that sets it."""
-OPTIONS: dict[str, Option] = {option.name: option for option in (_GPUS, *_FIELDS.values())}
+OPTIONS: dict[str, Option] = {option.name: option for option in (_GPUS, *_FIELDS.values(), _SETUP)}
 """All that a header may ever say, and what help, completion and error messages name."""
 SETTINGS = {option.setting: option for option in OPTIONS.values() if option.setting}
 """By section and key of ``taas.toml``, the option of which that says what holds in notebooks."""

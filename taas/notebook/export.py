@@ -17,11 +17,12 @@ import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.capture.cells import is_of_ipython, python_of
+from taas.capture.setup_cells import SetupCell
 from taas.errors import EngineError
 from taas.import_hooks import loaded
 from taas.runs.records import PAYLOAD, RunRecord, read_record
@@ -127,7 +128,8 @@ def main(folder: str, to: str) -> None:
     names = {name: there[name] for name in payload.header.names if name in there}
     names = {name: value for name, value in names.items() if not is_of_ipython(name, value)}
     typed = payload.contents["history"].get("typed", [])
-    written = _Program(record, names, _bindings(typed), os.path.relpath(to, record.project))
+    setup = [_HEADER.sub("", SetupCell._make(cell).text) for cell in payload.contents["setup"]]
+    written = _Program(record, names, _bindings(typed), os.path.relpath(to, record.project), setup)
     written.notes += [f"{name}: not exported, {why}" for name, why in payload.contents["left behind"].items()]
     text = written.text()
     try:
@@ -223,9 +225,15 @@ class _Program:
     """
 
     def __init__(
-        self, record: RunRecord, names: Mapping[str, Any], bound: Mapping[str, _Bound], folder: str
+        self,
+        record: RunRecord,
+        names: Mapping[str, Any],
+        bound: Mapping[str, _Bound],
+        folder: str,
+        setup: Sequence[str] = (),
     ) -> None:
         self._record, self._names, self._bound, self._folder = record, names, bound, folder
+        self._setup = setup
         self._generators = _generators()
         self._imports: list[str] = []
         self._plain: dict[str, str] = {}
@@ -309,7 +317,8 @@ class _Program:
         early = [bound for bound in defined if isinstance(bound.node, _DEFINITION)]
         # lines that made closures may need data
         late = [bound for bound in defined if bound not in early]
-        parts = [_SHARE] if self.loaders else []
+        parts = [f"# a setup cell\n{text.strip()}\n" for text in self._setup]
+        parts += [_SHARE] if self.loaders else []
         parts += ["\n".join(f"{name} = {value}" for name, value in self._plain.items())]
         parts += [f"\n\n{bound.source}\n" for bound in early]
         parts += [_LOAD.format(data=DATA), "\n".join(map(self._loaded, self.pickled))]

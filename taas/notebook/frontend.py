@@ -12,12 +12,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from traitlets.config import Config
 
-from taas.capture import check_syntax
+from taas.capture import check_syntax, setup_cells
 from taas.config import load_catalog, project_folder
 from taas.dataloader_registry import registered
 from taas.engines.gpus import visible_gpus
 from taas.errors import HeaderError
-from taas.header.grammar import HeaderText, find_header, has_code, parse_header, parse_magic_line
+from taas.header.grammar import HeaderText, find_header, has_code, is_setup, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.cell_output import CellOutput, Screen
 from taas.notebook.live_view import RunHandle, attach, show_live_table
@@ -32,18 +32,23 @@ __all__ = [
     "check_syntax",
     "debug_rank",
     "do",
+    "may_be_setup",
+    "note_setup",
     "release_ahead",
     "run_cell",
     "run_script",
     "start_ahead",
 ]
 
+_NO_CODE = "a header and no code below it: write the code below the header, in the same cell"
 _NO_FRAME = 1 << 30
 """Where no frame is: names in a header are the notebook's, not those of a function of IPython."""
 
 
 def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
     """Run a cell in ranks; a `HeaderError` says that the header asks for what cannot be, or that nothing stands below it."""
+    if is_setup(header) and (why := _why_no_setup(cell)) is not None:
+        raise HeaderError(why)
     spec = parse_header(
         header,
         expand=lambda text: shell.var_expand(text, depth=_NO_FRAME),
@@ -52,8 +57,34 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
         registered=[loader.name for loader in registered(shell.user_ns)],
     )
     if not has_code(cell):
-        raise HeaderError("a header and no code below it: write the code below the header, in the same cell")
+        raise HeaderError(_NO_CODE)
     return launch(spec, cell, shell)
+
+
+def may_be_setup(cell: str) -> bool:
+    """Tell whether the code of a setup cell may run where there is no IPython."""
+    return _why_no_setup(cell) is None
+
+
+def _why_no_setup(cell: str) -> str | None:
+    if not has_code(cell):
+        return _NO_CODE
+    try:
+        compile(cell, "<setup>", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return (
+            f"--setup, and line {error.lineno} is not plain Python, which also runs where there is no IPython: put magics, "
+            "!commands and await into a cell of their own"
+        )
+    return None
+
+
+def note_setup(identity: str, result: Any, text: str | None) -> None:
+    """Remember a setup cell that has run well; without a text, forget the cell, which has no such header now."""
+    if text is None:
+        setup_cells.forget(identity)
+    elif result.success:
+        setup_cells.remember(identity, result.execution_count or 0, text)
 
 
 def run_script(path: str, options: str) -> bool:
@@ -68,6 +99,8 @@ def run_script(path: str, options: str) -> bool:
             f"taas run {shown(path)}: the script has {'no header' if header is None else 'a header of its own'}: allowed "
             "is one, in its first lines or as options (taas run SCRIPT --gpus 8 --on g2.8)"
         )
+    if is_setup(header or parse_magic_line(options)):
+        raise HeaderError("--setup in a script: write that code into the script itself, below its header")
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     sys.argv = [path]
     try:

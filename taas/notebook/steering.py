@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from taas._linux import process
+from taas.capture import setup_cells
 from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import chosen
 from taas.engines.slurm import settings_of
@@ -267,6 +268,25 @@ def _released(connection: connections.Connection) -> Released:
     return Released(count=0)
 
 
+def _config(frontend: Frontend, line: Line) -> None:
+    shown_settings = tables.config(load_catalog(project_folder()))
+    cells = setup_cells.setup_cells()
+    frontend.show(shown_settings + tables.setup(cells) if cells else shown_settings)
+
+
+def _setup(frontend: Frontend, line: Line) -> None:
+    if frontend.kernel == 0:
+        raise HeaderError("taas setup in a terminal: setup cells are a notebook's; type %taas setup there")
+    if "clear" in line.options:
+        count = setup_cells.forget_all()
+        say(
+            f"{counted(count, 'setup cell')} forgotten: processes that start from now on run none; ranks that stay keep what "
+            "they ran until %taas release"
+        )
+        return
+    frontend.show(tables.setup(setup_cells.setup_cells()))
+
+
 def _run(frontend: Frontend, line: Line) -> None:
     raise HeaderError(
         "%taas run is for a terminal: type taas run SCRIPT --gpus 8 there, or %load SCRIPT here"
@@ -305,7 +325,8 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
         *export(_named(frontend, line, live=False), line.options.get("to", ""))
     ),
     "engine": _engine,
-    "config": lambda frontend, _: frontend.show(tables.config(load_catalog(project_folder()))),
+    "config": _config,
+    "setup": _setup,
     "types": lambda frontend, _: frontend.show(tables.types(load_catalog(project_folder()))),
     "run": _run,
     "install": _install,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from taas.capture.setup_cells import SetupCell
 from taas.config import Catalog
 from taas.header.options import SETTINGS
 from taas.runs.records import RunRecord, told_apart
@@ -264,6 +265,18 @@ def config(catalog: Catalog) -> Shown:
         for key, value in catalog.in_force().items()
     ]
     return table(("setting", "set in", "for one cell"), rows)
+
+
+def setup(cells: Sequence[SetupCell]) -> Shown:
+    """Show the setup cells, in the order in which each new process runs them."""
+    if not cells:
+        return plain("no setup cell: #pragma taas --setup above a cell makes it one")
+    rows = [(f"In[{cell.number}]", on_one_line(" ".join(_code_of(cell)), _WHERE_WIDTH)) for cell in cells]
+    return table(("setup cell", "what each new process runs before names arrive"), rows)
+
+
+def _code_of(cell: SetupCell) -> list[str]:
+    return [line.strip() for line in cell.lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 def _as_in_toml(value: object) -> str:

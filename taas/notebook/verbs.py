@@ -137,6 +137,12 @@ _ROWS = (
         "the settings that hold, where each was set, and the option that a header has for it",
         _JSON,
     ),
+    Verb(
+        "setup",
+        "",
+        "the setup cells, which each new process of a run runs first; --clear: forget them",
+        (Option("clear"),),
+    ),
     Verb("types", "", "the instance types that #!TYPE may name, and their GPUs", _JSON),
     Verb(
         "run",

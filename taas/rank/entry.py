@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import psutil
 
 from taas import adopt, capture, project_sync, rehearsal
+from taas.errors import CaptureError
 from taas.project_sync import late_files
 from taas.rank import children, lifeline
 from taas.rank.agent_link import AgentLink
@@ -101,6 +102,9 @@ class _Orders:
             self._rank.take_in(start, payload)
         except KeyboardInterrupt as error:
             return failed(start.rank, error)
+        except CaptureError as error:  # what is shown is the user's part of it
+            shown = "".join(traceback.format_exception(error.__cause__ or error))
+            return failed(start.rank, error, shown.splitlines())
         except BaseException as error:
             return failed(start.rank, error, "".join(traceback.format_exception(error)).splitlines())
         finally:

@@ -1,0 +1,105 @@
+"""Setup cells: what they do to libraries in the notebook's process they do again in each process that starts for a run.
+
+A library's registry (accessors, resolvers, representers, converters) has no form in which it could travel. So the cell
+that fills it runs again, in the order of the notebook, before the names arrive, which may need it.
+
+A rank that stays runs what is new before its next cell. The notebook forgets a cell by :func:`forget_all` only; the cell
+that is run again, edited or not, takes the place of what it was before, and its turn is then the last, as in the notebook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import linecache
+import traceback
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from taas.errors import CaptureError
+
+
+class SetupCell(NamedTuple):
+    """One setup cell, as it ran in the notebook."""
+
+    run: int  # which run of a setup cell it was, counted over the notebook's
+    number: int  # the notebook's ``In[n]``
+    text: str
+
+    @property
+    def file(self) -> str:
+        """What tracebacks call it."""
+        return f"Cell In[{self.number}]"
+
+    @property
+    def lines(self) -> list[str]:
+        """Its text."""
+        return self.text.splitlines(keepends=True)
+
+
+# ---------------------------------------------------------------- in the notebook
+
+_cells: dict[str, SetupCell] = {}
+"""By what identifies the cell in the notebook, in the order in which they ran last."""
+_runs = itertools.count(1)
+
+
+def remember(identity: str, number: int, text: str) -> None:
+    """Let processes that start from now on run a cell, which has run well in the notebook."""
+    forget(identity)
+    _cells[identity] = SetupCell(next(_runs), number, text)
+
+
+def forget(identity: str) -> None:
+    """Forget a cell, if it was a setup cell."""
+    _cells.pop(identity, None)
+
+
+def forget_all() -> int:
+    """Forget all; return how many there were."""
+    count = len(_cells)
+    _cells.clear()
+    return count
+
+
+def setup_cells() -> list[SetupCell]:
+    """Return the cells that new processes run, the first one first."""
+    return [*_cells.values()]
+
+
+# ---------------------------------------------------------------- in a rank, or a data process
+
+_done: set[int] = set()
+
+
+def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags: int) -> None:
+    """Run those that this process has not run yet, compiled with ``flags``; what they print the notebook has shown.
+
+    Raises:
+        CaptureError: one failed, which it did not in the notebook; its cause is what the cell raised.
+    """
+    for cell in cells:
+        if cell.run in _done:
+            continue
+        _done.add(cell.run)
+        linecache.cache[cell.file] = len(cell.text), None, cell.lines, cell.file
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(cell.text, cell.file, "exec", flags, dont_inherit=True), namespace)  # noqa: S102
+        except Exception as error:
+            error.__traceback__ = (
+                error.__traceback__ and error.__traceback__.tb_next
+            )  # from the cell's line on
+            raise _failed(cell, error) from error
+
+
+def _failed(cell: SetupCell, error: Exception) -> CaptureError:
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == cell.file
+    ]
+    where = f", in its line {lines[0]}" if lines else ""
+    return CaptureError(
+        f"the setup cell In[{cell.number}] failed{where}: {type(error).__name__}: {error}. It runs in each new process before "
+        "the names arrive, and without them. Mend it and run it again, or type %taas setup --clear."
+    )
