@@ -16,6 +16,7 @@ from taas.errors import TaasError
 if TYPE_CHECKING:
     from taas.capture.collected import collected
     from taas.dataloader_registry import register, resume, unregister
+    from taas.notebook.calls import run, submit
 
 __all__ = [
     "TaasError",
@@ -23,18 +24,25 @@ __all__ = [
     "load_ipython_extension",
     "register",
     "resume",
+    "run",
+    "submit",
     "unload_ipython_extension",
     "unregister",
 ]
 __version__ = "0.1.0"
+_HOMES = {
+    "collected": "taas.capture.collected",
+    **dict.fromkeys(("register", "resume", "unregister"), "taas.dataloader_registry"),
+    **dict.fromkeys(("run", "submit"), "taas.notebook.calls"),
+}
+"""The modules that have what is imported when it is first used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("collected", "register", "resume", "unregister"):
+    if name not in _HOMES:
         raise AttributeError(f"module 'taas' has no attribute {name!r}")
     # when one is first used: `import taas` is to cost less than 50 ms
-    module = "taas.capture.collected" if name == "collected" else "taas.dataloader_registry"
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def _magics() -> ModuleType:

@@ -12,7 +12,8 @@
     ├── VersionMismatch           Python, torch or cloudpickle differ between machines
     ├── RunFailed                 a run ended without success
     │   ├── CellFailed            the cell raised, or a rank died, in a rank
-    │   └── RunLost               a process of taas itself was killed (agent, supervisor, VM)
+    │   ├── RunLost               a process of taas itself was killed (agent, supervisor, VM)
+    │   └── RunStopped            somebody stopped a run that was given to taas.submit
     ├── DamagedAnswer             what a background run left on disk is cut off
     ├── CannotRehearse            (RuntimeError) this needs a real GPU
     ├── CannotAdopt               (RuntimeError) this launcher or wrapper cannot use the ranks that are there
@@ -104,6 +105,10 @@ class CellFailed(RunFailed):
 
 class RunLost(_NoLine, RunFailed):
     """A process of taas itself was killed: an agent, its forkserver, the supervisor, or a whole VM."""
+
+
+class RunStopped(_NoLine, RunFailed):
+    """Somebody stopped the run, by its handle, by ``%taas stop``, or by the end of what it waited for."""
 
 
 class DamagedAnswer(_NoLine, TaasError):

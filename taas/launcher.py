@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from taas.capture import Capture, Kept, capture, check_syntax
 from taas.capture.environment import changed_variables, is_utf8, sendable_variables
 from taas.config import DATA_VM, load_catalog, project_folder
@@ -27,7 +29,7 @@ from taas.header.options import RunSpec
 from taas.memory_limits import memory_left
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
-from taas.notebook.live_view import RunHandle, keep_capture
+from taas.notebook.live_view import keep_capture
 from taas.notebook.reached_code import takes_first_gpu_for_its_own
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
@@ -53,8 +55,10 @@ class KeptRun:
 _kept: KeptRun | None = None
 
 
-def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
-    """Run a cell in ranks and bring the results into the shell's namespace; or, with ``--background``, return its handle.
+def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunRecord | None:
+    """Run a cell in ranks and bring the results into the shell's namespace; or, with ``--background``, return its record.
+
+    ``queue``: where other runs have the devices, it begins when they are free.
 
     Raises:
         SyntaxError, CaptureError, EngineError: nothing was started.
@@ -67,16 +71,16 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
     if spec.keep:  # the cell changes what they have
         left, _kept = _kept, None
     try:
-        return _launch(spec, cell, shell, left)
+        return _launch(spec, cell, shell, left, queue=queue)
     except RanksGone as error:
         say(f"{error}; all names that the cell needs travel")
-        return _launch(spec, cell, shell, None)
+        return _launch(spec, cell, shell, None, queue=queue)
     except (CaptureError, DeliveryError, EngineError, HeaderError):  # nothing was started
         _kept = left or _kept
         raise
 
 
-def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHandle | None:
+def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue: bool) -> RunRecord | None:
     global _kept
     project = project_folder() if left is None else Path(left.record.project)
     missing_shared(project, spec.shared)
@@ -104,13 +108,15 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
                 say(*whole.notices_of_data)
         say(*captured.notices)
         submit = ordered(spec, cell, shell, engine, captured, delivery, left, project)
+        submit = msgspec.structs.replace(submit, queue=queue)
         say(*make_shared(project, spec.shared))
         with Interrupts() as interrupts:
             supervisor = supervised(warm=local)
             if spec.background:
                 record = start_background(supervisor, submit, interrupts)
-                keep_capture(record.id, captured, loaders)
-                return RunHandle(record)
+                if spec.returned != ():  # else nothing of it will change in the notebook
+                    keep_capture(record.id, captured, loaders)
+                return record
             ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:
             _kept = KeptRun(ended.record, captured.kept()) if ended.record.kept_ranks else None

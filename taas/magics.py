@@ -20,7 +20,7 @@ from taas.import_hooks import note_files
 from taas.notebook.verbs import help_text
 
 if TYPE_CHECKING:
-    from taas.notebook.live_view import RunHandle
+    from taas.notebook.run_handle import RunHandle
 
 _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
 

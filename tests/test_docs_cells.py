@@ -68,9 +68,9 @@ def test_what_looks_like_a_cell_is_one(document: Path) -> None:
 
 @pytest.mark.parametrize("document", WITH_CELLS, ids=lambda path: path.name)
 def test_headers_are_right(document: Path) -> None:
-    """Each header of a document is one that the built-in instance types allow."""
+    """Each header of a document is one that the built-in instance types allow; where runs are from Python there is none."""
     headers = [header for header in map(find_header, cells(document)) if header is not None]
-    assert headers
+    assert headers or "taas.run(" in document.read_text()
     for header in headers:
         if is_setup(header):
             continue

@@ -20,7 +20,8 @@ from taas.errors import HeaderError
 from taas.header.grammar import HeaderText, find_header, has_code, is_setup, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.cell_output import CellOutput, Screen
-from taas.notebook.live_view import RunHandle, attach, show_live_table
+from taas.notebook.live_view import attach, show_live_table
+from taas.notebook.run_handle import RunHandle
 from taas.notebook.steering import Frontend, do
 from taas.notebook.supervised import release_ahead, start_ahead
 from taas.notebook.tables import Shown
@@ -58,7 +59,8 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
     )
     if not has_code(cell):
         raise HeaderError(_NO_CODE)
-    return launch(spec, cell, shell)
+    record = launch(spec, cell, shell)
+    return None if record is None else RunHandle(record)
 
 
 def may_be_setup(cell: str) -> bool:

@@ -1,6 +1,6 @@
 """What a cell shows of runs, updated in place: its own run's line, above what its ranks show and ask, and ``%taas status``.
 
-And runs that go on by themselves: what their cells give back at once, and coming back to them, or to any other run.
+And coming back to runs that go on by themselves, or to any other run.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from IPython.core.error import StdinNotImplementedError
-from IPython.core.getipython import get_ipython
 
 from taas.capture import NOTHING, Applied, Capture, rebind_answer
 from taas.capture.cells import cell_numbers
 from taas.capture.collected import collect
 from taas.delivery.registered import Registration, apply_final
 from taas.notebook.cell_output import CellOutput, follow, say
-from taas.notebook.tables import Shown, line, notification, plain, status
+from taas.notebook.tables import Shown, line, notification, status
 from taas.notebook.watched_run import watched
 from taas.runs.events import COLLECTED
 from taas.runs.places import ProcessMark
 from taas.runs.reader import RunReader, finish
-from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record, read_records
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_records
 from taas.supervisor import connections
 from taas.wire.ranks import Answer, Asking
 
@@ -229,35 +228,6 @@ _kept: dict[str, tuple[Capture, list[Registration]]] = {}
 """What background runs of this kernel were given, by run id, for their answers change these objects in place; and the
 registered loaders that they iterate."""
 _brought: set[str] = set()
-
-
-class RunHandle:
-    """A run that goes on by itself; shown, it says how it is doing, and in a notebook goes on saying so.
-
-    Attributes:
-        name: what ``%taas attach``, ``logs``, ``stop`` take.
-        folder: where its record, its output and its names are kept.
-    """
-
-    def __init__(self, record: RunRecord) -> None:
-        self.name, self.folder = record.name, record.folder
-
-    def _look(self) -> tuple[Shown, bool]:
-        """Return what there is to be shown now, and whether the run goes on."""
-        record, name = read_record(self.folder), self.name
-        if record is None:
-            return plain(f"{name} was removed"), False
-        hints = f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
-        return watched(record) + plain(hints), record.live
-
-    def __repr__(self) -> str:
-        return self._look()[0].text
-
-    def _ipython_display_(self) -> None:
-        shell = get_ipython()
-        if not hasattr(shell, "kernel"):
-            raise NotImplementedError  # then IPython shows its text
-        LiveDisplay(shell.display_pub, self._look)
 
 
 def keep_capture(run_id: str, captured: Capture, loaders: list[Registration]) -> None:

@@ -18,14 +18,15 @@ from taas import _linux, process_log
 from taas._linux import remove_tree
 from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
-from taas.errors import EngineError
+from taas.errors import EngineError, NotEnoughDevices
 from taas.process_log import log_message
 from taas.rank.lifeline import KernelTie
 from taas.runs.places import ProcessMark
-from taas.runs.records import make_room, read_records
+from taas.runs.records import Verdict, make_room, read_records
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet, KeptRanks
 from taas.supervisor.recorder import Recorder
+from taas.supervisor.run_queue import RunQueue, check_processors
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
 from taas.wire import deadlines
@@ -64,6 +65,7 @@ class Supervisor:
         self._kept = KeptRanks(self._fleet)
         self._runs: dict[str, Run] = {}
         self._submits: list[tuple[str, Submit]] = []
+        self._queue = RunQueue()
         self._releases: list[bytes] = []
         self._read_client = MessageReader(ClientSays)
         self._read_agent = MessageReader(AgentSays)
@@ -95,6 +97,8 @@ class Supervisor:
                 # who was given back may have GPUs until it is gone
                 while self._submits and not self._worker.pending:
                     self._submit(*self._submits.pop(0))
+                if not self._worker.pending:
+                    self._serve_queue()
                 self._control.flush(deadlines.TURN)
         finally:
             _end(self._control, self._fleet)
@@ -118,7 +122,7 @@ class Supervisor:
 
     @property
     def _in_background(self) -> bool:
-        return any(run.background for run in self._runs.values())
+        return bool(self._queue.names) or any(run.background for run in self._runs.values())
 
     def _tie_to_kernel(self) -> None:
         self._tie.kills(not (self._kernel_gone or self._in_background))
@@ -161,6 +165,9 @@ class Supervisor:
                 self._releases.append(route)
             case RunRequest(what="stacks") if run is None:
                 self._control.reply(route, Stacks(places=()))
+            case RunRequest(what="interrupt") if message.run in self._queue.names:
+                self._queue.stop(message.run, message.place)
+                self._tie_to_kernel()
             case _ if run is None:
                 return  # it ended meanwhile
             case Answer():
@@ -183,39 +190,82 @@ class Supervisor:
         """See that a name means one run, as long as there is something to be done to it."""
         others = [record for record in read_records() if record.live] if wanted else []
         owner = next((f" of {record.owner}" for record in others if record.name == wanted), "")
-        if owner or wanted in self._runs:
+        if owner or wanted in self._runs or wanted in self._queue.names:
             raise EngineError(f"a run called {wanted}{owner} is going on: give this one another --name")
 
     def _submit(self, key: str, submit: Submit) -> None:
-        recorder = kept = worker = None
+        """Begin a run, let it wait for devices, or refuse it."""
+        recorder = kept = None
         try:
             self._check_name(submit.cell.spec.name)
             kept = self._kept.find(submit)
             recorder = Recorder(submit, self._kernel_mark)
-            name = recorder.record.name
+            run = self._make_or_queue(submit, recorder, kept)
+        except (EngineError, OSError, RuntimeError) as error:
+            if recorder is not None:
+                recorder.discard()
+            self._control.send(key, _refused(error))
+            return
+        self._control.send(key, RunState(record=recorder.record))
+        if run is not None:
+            self._begin(run)
+
+    def _make_or_queue(self, submit: Submit, recorder: Recorder, kept: Run | None) -> Run | None:
+        """Make a run, or put it into the queue, if it may wait: behind those that wait already."""
+        try:
+            if submit.queue and self._queue.names:
+                raise NotEnoughDevices("other runs wait for devices")
+            return self._make_run(submit, recorder, kept)
+        except NotEnoughDevices:
+            if not submit.queue:
+                raise
+        self._queue.check_room()
+        self._queue.add(submit, recorder)
+        return None
+
+    def _make_run(self, submit: Submit, recorder: Recorder, kept: Run | None = None) -> Run:
+        """Lease what a run needs; where something of it cannot be had, nothing is leased.
+
+        Raises:
+            NotEnoughDevices: other runs have them.
+            EngineError, OSError, RuntimeError: it cannot begin.
+        """
+        name, worker = recorder.record.name, None
+        if submit.queue:
+            check_processors(submit, [run.world_size for run in self._runs.values() if run.state != "over"])
+        kept_vms = [] if kept is None else kept.vms
+        try:
             with choosing(submit.gpus):
-                vms = self._fleet.lease(name, submit, [] if kept is None else kept.vms)
+                vms = self._fleet.lease(name, submit, kept_vms)
                 recorder.begin(tuple(gpu.device for vm in vms for gpu in vm.gpus))
             data = self._fleet.lease_data(name, submit, vms)
             worker = WorkThread(self._sources.soon)
             run = Run(recorder, vms, data, self._scratch, worker, kept=kept)
-        except (EngineError, OSError, RuntimeError) as error:
-            if recorder is not None:
-                vms = [] if kept is None else kept.vms
-                self._fleet.keep(recorder.record.name, vms, submit.engine.idle)
-                recorder.discard()
+        except (EngineError, OSError, RuntimeError):
+            self._fleet.keep(name, kept_vms, submit.engine.idle)
             if worker is not None:
                 worker.close()
-            ours = isinstance(error, EngineError)
-            kind, why = (
-                (type(error), str(error)) if ours else (EngineError, f"the run could not begin: {error}")
-            )
-            logger.warning("a run is refused: %s", kind.__name__)
-            self._control.send(key, Refused(error=kind.__name__, message=why))
-            return
+            raise
         if kept is not None:
             self._kept.hand_over()
-        self._control.send(key, RunState(record=recorder.record))
+        return run
+
+    def _serve_queue(self) -> None:
+        """Begin the run that has waited longest, if there are devices for it now."""
+        waiting = self._queue.first()
+        if waiting is None:
+            return
+        try:
+            run = self._make_run(waiting.submit, waiting.recorder)
+        except NotEnoughDevices:
+            return
+        except (EngineError, OSError, RuntimeError) as error:
+            self._queue.remove_first()
+            why = _refused(error)
+            waiting.recorder.end(Verdict(outcome="lost", message=why.message, error=why.error), (), None)
+            waiting.recorder.close()
+            return
+        self._queue.remove_first()
         self._begin(run)
 
     def _begin(self, run: Run) -> None:
@@ -273,6 +323,7 @@ class Supervisor:
         run.worker.do(run.recorder.close)
         run.worker.close()
         del self._runs[run.name]
+        self._queue.look_again()
         self._tie_to_kernel()
 
     # ------------------------------------------------------------ agents
@@ -341,6 +392,16 @@ def _note_failure(done: Future[None]) -> None:
     """Log that tidying up went wrong: that is no reason to end the runs."""
     if (error := done.exception()) is not None:
         logger.warning("tidying up went wrong", exc_info=error)
+
+
+def _refused(error: Exception) -> Refused:
+    """Say to a client why a run cannot begin."""
+    if isinstance(error, EngineError):
+        refused = Refused(error=type(error).__name__, message=str(error))
+    else:
+        refused = Refused(error=EngineError.__name__, message=f"the run could not begin: {error}")
+    logger.warning("a run is refused: %s", refused.error)
+    return refused
 
 
 def _end(control: ControlSocket, fleet: Fleet) -> None:

@@ -73,6 +73,11 @@ class Run:
             self.data = DataSide(name, submit, data, self.transfer, log, sockets, places or {})
 
     @property
+    def world_size(self) -> int:
+        """How many ranks it has."""
+        return self._spec.world_size
+
+    @property
     def state(self) -> str:
         """How far it is, as its record says, but ``over`` from the moment on when nothing changes how it ended."""
         return "over" if self._over else self.recorder.record.state

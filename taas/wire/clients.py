@@ -67,6 +67,7 @@ class Submit(Message, frozen=True):
         notebook: its path; empty where the front end does not say it.
         left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it lacks none.
         keep_idle: seconds that its ranks stay after it, if they do, and no other cell comes.
+        queue: where other runs have the devices, it waits for them instead of being refused.
     """
 
     cell: Cell
@@ -79,6 +80,7 @@ class Submit(Message, frozen=True):
     notebook: str = ""
     left_to: str = ""
     keep_idle: float = 0.0
+    queue: bool = False
 
 
 class Prepare(Message, frozen=True):

@@ -1,0 +1,147 @@
+"""The handle of a run that goes on by itself: of a ``--background`` cell, and of a function given to ``taas.submit``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+
+from taas.capture.collected import collect, collected
+from taas.errors import CaptureError, RunStopped, TaasError
+from taas.notebook.live_view import LiveDisplay
+from taas.notebook.tables import Shown, plain
+from taas.notebook.watched_run import watched
+from taas.runs.events import RankEvents, plain_form, read_arguments
+from taas.runs.reader import RunReader, finish
+from taas.runs.records import RunRecord, read_record
+from taas.supervisor import connections
+from taas.wire.clients import RunRequest
+
+
+class RunHandle:
+    """A run that goes on by itself, in the manner of :class:`concurrent.futures.Future`.
+
+    Shown, it says how it is doing, and in a notebook goes on saying so.
+
+    Attributes:
+        name: what ``%taas attach``, ``logs``, ``stop`` take.
+        folder: where its record, its output and its names are kept.
+    """
+
+    def __init__(self, record: RunRecord, value: str = "", *, by_rank: bool = False) -> None:
+        """Make the handle of a run; ``value``: the name under which its ranks leave what a function returned."""
+        self.name, self.folder = record.name, record.folder
+        self._record = record
+        self._value, self._by_rank = value, by_rank
+
+    # ------------------------------------------------------------ how it stands
+
+    def done(self) -> bool:
+        """Return whether the run has ended, however it did."""
+        return not self._look().live
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait until the run has ended; return what its function returned in rank 0.
+
+        With ``collect=True`` that is a list with the value of each rank. Of a ``--background`` cell it is None:
+        ``%taas attach`` brings its names. An interrupt ends the wait, and the run goes on.
+
+        Args:
+            timeout: seconds that may be waited; None for as long as it takes.
+
+        Raises:
+            TimeoutError: the run goes on.
+            CellFailed, RunLost: as the cell of the run would have raised it.
+            RunStopped: somebody stopped it.
+            CaptureError: what the function returned cannot be pickled.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        if not self._value:
+            return None
+        folders = self._record.rank_folders()
+        lines = collect([self._value], folders if self._by_rank else folders[:1])
+        values = collected.pop(self._value)
+        if lines:
+            raise CaptureError(
+                f"{'; '.join(lines)}. Return what pickle can carry, such as numbers, arrays, tensors or a state_dict."
+            )
+        return values if self._by_rank else values[0]
+
+    def exception(self, timeout: float | None = None) -> TaasError | None:
+        """Wait until the run has ended; return what :meth:`result` raises, or None.
+
+        Raises:
+            TimeoutError: the run goes on.
+        """
+        self._wait(timeout)
+        record = self._record
+        if record.outcome == "interrupted":
+            stopped = RunStopped(f"{record.name} was {record.message or 'stopped'}; {record.names}")
+            stopped.run = record.name
+            return stopped
+        try:
+            finish(record)
+        except TaasError as error:
+            return error
+        return None
+
+    def _wait(self, timeout: float | None) -> None:
+        reader = RunReader(self._record, ())
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while not reader.over:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{self.name} goes on: it has not ended within {timeout} s")
+            reader.wait(left)
+            reader.look()
+        self._record = self._look()
+
+    def _look(self) -> RunRecord:
+        self._record = read_record(self.folder) or self._record
+        return self._record
+
+    # ------------------------------------------------------------ what one does to it
+
+    def stop(self, *, now: bool = False) -> None:
+        """Stop the run as the interrupt button stops a cell: its ``except`` and ``finally`` run. ``now``: at once."""
+        if self.done():
+            return
+        with connections.Visit(connections.connection_of(self._record)) as visit:
+            for _ in range(2 if now else 1):
+                visit.say(RunRequest(run=self.name, what="interrupt", place="its handle"))
+
+    def logs(self, rank: int = 0) -> str:
+        """Return what a rank has written until now, and what it displayed as far as that has a text."""
+        return "".join(self._written(rank))
+
+    def _written(self, rank: int) -> Iterator[str]:
+        events = RankEvents(self._look().rank_folders()[rank], rank)
+        while found := events.read():
+            for output in found:
+                yield plain_form(output.kind, read_arguments(output.body)) if output.body else output.text
+
+    # ------------------------------------------------------------ how it is shown
+
+    def _shown(self) -> tuple[Shown, bool]:
+        """Return what there is to be shown now, and whether the run goes on."""
+        record, name = read_record(self.folder), self.name
+        if record is None:
+            return plain(f"{name} was removed"), False
+        if self._value:
+            hints = f".result() of this handle is what it returned; .stop(), or %taas stop {name}, ends it"
+        else:
+            hints = f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
+        return watched(record) + plain(hints), record.live
+
+    def __repr__(self) -> str:
+        return self._shown()[0].text
+
+    def _ipython_display_(self) -> None:
+        shell = get_ipython()
+        if not hasattr(shell, "kernel"):
+            raise NotImplementedError  # then IPython shows its text
+        LiveDisplay(shell.display_pub, self._shown)

@@ -1,0 +1,109 @@
+"""Runs that wait for devices which other runs have: those of ``taas.submit``, in the order in which they came.
+
+A run that waits has its record, and holds its payload; it has no VM. It can be stopped, and it outlives the kernel, as
+any run in the background does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from taas.errors import EngineError, NotEnoughDevices
+from taas.runs.records import Verdict
+from taas.supervisor.recorder import Recorder
+from taas.wire.clients import Submit
+from taas.wording import counted
+
+_MOST = 256
+"""Runs that may wait: each holds its payload in memory."""
+_LOOK_SECONDS = 1.0
+"""Between two looks whether devices are free: another notebook's run may have had them."""
+
+
+class Waiting(NamedTuple):
+    """A run that waits."""
+
+    submit: Submit
+    recorder: Recorder
+
+
+class RunQueue:
+    """The runs that wait, the first first."""
+
+    def __init__(self) -> None:
+        self._runs: deque[Waiting] = deque()
+        self._look_at = 0.0
+
+    @property
+    def names(self) -> set[str]:
+        """Their names."""
+        return {run.recorder.record.name for run in self._runs}
+
+    def check_room(self) -> None:
+        """Raise an EngineError where no more may wait."""
+        if len(self._runs) >= _MOST:
+            raise EngineError(
+                f"{_MOST} runs of this notebook wait for devices: no more may. Wait for some of them (result()), or "
+                "stop some."
+            )
+
+    def add(self, submit: Submit, recorder: Recorder) -> None:
+        """Let a run wait; its record says for what."""
+        self._runs.append(Waiting(submit, recorder))
+        recorder.begin(())
+        self._say_places()
+
+    def first(self) -> Waiting | None:
+        """Return the run that is next, if it is time to look whether there are devices for it."""
+        if not self._runs or time.monotonic() < self._look_at:
+            return None
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        return self._runs[0]
+
+    def look_again(self) -> None:
+        """Devices were given back: look at once."""
+        self._look_at = 0.0
+
+    def remove_first(self) -> None:
+        """The next one waits no longer."""
+        self._runs.popleft().recorder.note(waiting="")
+        self.look_again()
+        self._say_places()
+
+    def stop(self, name: str, place: str) -> None:
+        """Let a run wait no longer: a person does not want it any more."""
+        for run in list(self._runs):
+            if run.recorder.record.name == name:
+                self._runs.remove(run)
+                stopped = f"stopped{place and f' from {place}'} while it waited for devices"
+                run.recorder.end(Verdict(outcome="interrupted", message=stopped), (), None)
+                run.recorder.close()
+        self._say_places()
+
+    def _say_places(self) -> None:
+        for before, run in enumerate(self._runs):
+            spec = run.submit.cell.spec
+            devices = "GPUs" if _takes_gpus(run.submit) else "processors"
+            behind = f" and behind {counted(before, 'run')}" if before else ""
+            run.recorder.note(waiting=f"{spec.world_size} {devices}, which other runs have{behind}")
+
+
+def _takes_gpus(submit: Submit) -> bool:
+    return bool(submit.gpus) and not submit.cell.spec.rehearse
+
+
+def check_processors(submit: Submit, world_sizes: Iterable[int]) -> None:
+    """Raise NotEnoughDevices where rehearsed ranks would share this machine's processors with other runs.
+
+    ``world_sizes`` are those of the runs that go on. A run that is alone may have more ranks than there are processors.
+    """
+    if submit.engine.kind != "local" or _takes_gpus(submit):
+        return
+    busy = sum(world_sizes)
+    here = len(os.sched_getaffinity(0))
+    if busy and busy + submit.cell.spec.world_size > here:
+        raise NotEnoughDevices(f"{counted(busy, 'rehearsed rank')} are at work on {here} processors")
