@@ -58,6 +58,7 @@ def test_every_ranks_value(notebook: Notebook) -> None:
         ("taas.run(train, gpus=2)", "TypeError: train(net, lr=0.5): missing a required argument: 'net'"),
         ("taas.run(train, net, gpus=12, on='g2.8')", "--gpus 12"),
         ("taas.run(train, net, gpus=2, background=True)", "taas.submit is what runs in the background"),
+        ("taas.run(train, net, gpus=2, setup=True)", "head a cell of its own with #pragma taas --setup"),
         ("taas.submit(train, net, gpus=2, keep=True)", "leave it out"),
         ("taas.run(lambda name: 1, name='a')", "a parameter of <lambda> as well"),
         ("taas.run(3, gpus=2)", "TypeError: taas.run takes a function, and a int is none"),

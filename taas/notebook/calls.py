@@ -33,6 +33,7 @@ _OF_CELLS = {
     "background": "taas.submit is what runs in the background",
     "collect": "collect=True returns every rank's value",
     "return": "what the function returns is the result",
+    "setup": "head a cell of its own with #pragma taas --setup",
 }
 """Options of the header that a call has no use for, and what there is instead."""
 
