@@ -67,9 +67,7 @@ def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunR
     """
     global _kept
     check_syntax(cell, shell, cell_number(shell))
-    left = None
-    if spec.keep:  # the cell changes what they have
-        left, _kept = _kept, None
+    left = _kept if spec.keep else None
     try:
         return _launch(spec, cell, shell, left, queue=queue)
     except RanksGone as error:
@@ -117,6 +115,8 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue
                 if spec.returned != ():  # else nothing of it will change in the notebook
                     keep_capture(record.id, captured, loaders)
                 return record
+            if spec.keep:  # the cell changes what they have; until then an interrupt leaves it known
+                _kept = None
             ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:
             _kept = KeptRun(ended.record, captured.kept()) if ended.record.kept_ranks else None

@@ -116,6 +116,76 @@ def test_a_group_made_anew_is_as_the_cell_wanted_it(notebook: Notebook) -> None:
     assert ran.own in ("77\n", "None\n")  # gloo has options since torch 2.9
 
 
+SLOW = """
+import os, pathlib, time
+class Slow:
+    waits = ""
+    def wait(self, where):
+        if self.waits == where and os.getpid() == {kernel}:
+            for beat in range(10**9):
+                pathlib.Path("waits").write_text(str(beat)); time.sleep(0.01)
+    def __getstate__(self): self.wait("packed"); return vars(self)
+    def __setstate__(self, state): vars(self).update(state); self.wait("unpacked")
+"""
+
+
+@pytest.mark.parametrize("changed", ["nothing", "a name is gone", "a name is another", "something in a list"])
+def test_an_interrupt_while_a_cell_is_captured_changes_nothing_of_what_ranks_hold(
+    notebook: Notebook, changed: str
+) -> None:
+    """The next cell finds what only the ranks have, and else what the notebook has."""
+    notebook.good(SLOW.format(kernel=notebook.pid) + "x, held, slow = [1], [2], Slow()")
+    notebook.good(KEEP + GROUP + PIDS + "own = iter(range(9)); next(own); x; held; slow")
+    first = notebook.value("*pids")
+    change = {
+        "nothing": "",
+        "a name is gone": "del x",
+        "a name is another": "x = [3]",
+        "something in a list": "held[0] = 4",
+    }
+    notebook.good(f"slow.waits = 'packed'\n{change[changed]}")
+    notebook.start(KEEP + "slow, x, held")
+    until((notebook.folder / "waits").exists)
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    (notebook.folder / "waits").unlink()
+    notebook.good("slow.waits = ''")
+    ran = notebook.good(
+        KEEP + PIDS + "there = {**globals()}\nprint(next(own), there.get('x'), held, slow.waits)"
+    )
+    expected = {
+        "a name is gone": "1 None [2]",
+        "a name is another": "1 [3] [2]",
+        "something in a list": "1 [1] [4]",
+    }
+    assert ran.own.strip() == expected.get(changed, "1 [1] [2]")
+    assert notebook.value("*pids") == first
+
+
+def test_after_an_interrupt_while_names_are_unpacked_ranks_have_what_the_notebook_has(
+    notebook: Notebook,
+) -> None:
+    """It does not know what they hold: what it sends is all they have."""
+    notebook.good(SLOW.format(kernel=notebook.pid) + "x, gone = [1], [2]")
+    notebook.good(KEEP + GROUP + PIDS + "x, gone")
+    first = notebook.value("*pids")
+    notebook.start(KEEP + "slow = Slow(); slow.waits = 'unpacked'; x[0] = 5; own = 7")
+    until((notebook.folder / "waits").exists)
+    notebook.interrupt()
+    waits = notebook.folder / "waits"
+    beat = int(waits.read_text() or 0)
+    until(lambda: int(waits.read_text() or 0) > beat + 2)  # two presses at once are one to Python
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    notebook.good("x = [3]; del gone")
+    notebook.good("globals().pop('slow', None); globals().pop('own', None)")
+    ran = notebook.good(
+        KEEP + PIDS + "known = [n for n in ('gone', 'own', 'slow') if n in globals()]\nprint(x, known)"
+    )
+    assert ran.own == "[3] []\n"
+    assert notebook.value("*pids") == first
+
+
 def test_an_interrupt_leaves_ranks_names_and_a_group(notebook: Notebook) -> None:
     """Rank 0 computes, rank 1 waits for it in a barrier."""
     notebook.good(KEEP + GROUP + PIDS)

@@ -56,6 +56,7 @@ class Arrival:
         self._snapshot: MemorySnapshot | None = before._snapshot if before is not None else None
         known = dict[int, Stretch]()
         held = contents["held"]
+        self._goes_on = before is not None
         self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace], math.inf)
         if before is not None:
             there = before.memory.stretches  # other ranks than 0 have no memory of answers
@@ -104,7 +105,10 @@ class Arrival:
         ``for_data``: those of a data process, which is without a GPU; what cannot be rebuilt is left out.
         """
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
-        for name in contents["held"]["deleted"]:
+        deleted = contents["held"]["deleted"]
+        if deleted is None:
+            deleted = users_names(namespace) if self._goes_on else ()
+        for name in deleted:
             namespace.pop(name, None)
         states = dict(enumerate(contents["states"], first))
         made = dict(enumerate(self.heap.objects))

@@ -496,6 +496,7 @@ class Kept:
         before: Kept | None = None,
     ) -> None:
         applied = applied or Applied()
+        self.is_known = names is not None  # else ranks may hold what nobody here knows of
         self.names, self.cells, self.project = names or {}, len(namespace.get("In", ())), project
         self.own, self.wrapped, self.places = frozenset(own), frozenset(applied.wrapped), places or {}
         self.all = {**self.places, **self.names}
@@ -563,9 +564,11 @@ class Held:
         """Return the numbers of what is another now than after the last cell."""
         kept, heap, numbers = self.kept, self.kept.heap, self._numbers
         length = len(heap.objects)
-        heap.describe_after(numbers, heap.reader)
-        found = {n for n in numbers if n in heap.failed or not heap.is_same(n)}
-        heap.take_back(length)
+        try:
+            heap.describe_after(numbers, heap.reader)
+            found = {n for n in numbers if n in heap.failed or not heap.is_same(n)}
+        finally:  # also after an interrupt: the next cell compares with the same
+            heap.take_back(length)
         changed = kept.snapshot.changed(kept.stretches)
         return found | self._looking_into({n for n in kept.stretches if changed.get(n, True)})
 
@@ -603,10 +606,15 @@ class Held:
         return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
 
     def told(self, sent: Collection[str]) -> dict[str, Any]:
-        """Return what the ranks are told of it: what holds, and what they delete, as it is not what the notebook has."""
+        """Return what the ranks are told of it: what holds, and what they delete, as it is not what the notebook has.
+
+        Where the notebook does not know what they hold, they delete all names: after an interrupt while a cell was captured,
+        or while what came back was unpacked.
+        """
+        deleted = sorted(self.kept.names.keys() - self.names - {*sent})
         return {
             "names": sorted(self.names),
-            "deleted": sorted(self.kept.names.keys() - self.names - {*sent}),
+            "deleted": deleted if self.kept.is_known else None,
             "numbers": sorted(self._numbers),
             "regions": [*self.memory()],
         }
