@@ -171,11 +171,41 @@ _noted: dict[str, tuple[object, int]] = {}
 
 
 def note_files(_result: object = None) -> None:
-    """Note as what the files of modules that were imported or reloaded since stand on disk: after each cell, and before."""
+    """Note as what the files of modules that were imported or reloaded since stand on disk: after each cell, and before.
+
+    ``%autoreload`` may change a module's functions in place, and leaves its spec alone then.
+    """
+    reloaded = _reloaded_by_itself()
     for name, module in list(sys.modules.items()):
         spec = attributes_of(module).get("__spec__")
-        if spec is not None and _noted.get(name, (None,))[0] is not spec:
+        if spec is not None and (_noted.get(name, (None,))[0] is not spec or name in reloaded):
             _noted[name] = spec, _changed_at(getattr(spec, "origin", None))
+
+
+AUTORELOAD = "IPython.extensions.autoreload"
+_times_of_autoreload: dict[str, float] = {}
+"""By name, when the file had been changed that ``%autoreload`` had looked at last, at the last note."""
+
+
+def _reloaded_by_itself() -> set[str]:
+    """Return the modules that ``%autoreload`` has reloaded since the last note; those that it failed at are not."""
+    reloader = _autoreload()
+    if reloader is None:
+        return set()
+    now: dict[str, float] = {**reloader.modules_mtimes}
+    before = dict(_times_of_autoreload)
+    _times_of_autoreload.update(now)
+    looked_at = {name for name, changed_at in now.items() if before.get(name, changed_at) != changed_at}
+    return {name for name in looked_at if attribute_of(name, "__file__") not in reloader.failed}
+
+
+def _autoreload() -> Any:
+    """Return what ``%autoreload`` reloads with, where that extension is loaded."""
+    if AUTORELOAD not in sys.modules:
+        return None
+    shell = sys.modules["IPython"].get_ipython()
+    magics = None if shell is None else shell.magics_manager.registry.get("AutoreloadMagics")
+    return getattr(magics, "_reloader", None)
 
 
 def is_edited(name: str) -> bool:

@@ -212,3 +212,56 @@ def test_what_an_earlier_cells_ranks_imported_draws_nothing(tmp_path: Path) -> N
     cells = (late, "sum = late()", SEED, f"again = late()\n{NUMBERS}")
     different = compare(Program("twice", cells, (1, 3), files=FILES), tmp_path)
     assert not different, "\n".join(different)
+
+
+# ---------------------------------------------------------------- modules that the notebook reloads by itself
+
+
+def _edits(text: str) -> str:
+    """Return lines that edit helper.py, as an editor would some seconds later."""
+    return (
+        f"import os\nwith open('helper.py', 'w') as file: chars = file.write({text!r})\n"
+        "os.utime('helper.py', (2e9, 2e9))\ndel file"
+    )
+
+
+OLD = "scale, base = 3, 1\ndef f(x): return x + .5\nclass Net:\n    def out(self): return scale\n"
+RELOADED = [
+    ("a function, beside data of the notebook", 2, "helper.extra = 10", OLD.replace("x + .5", "x * 3 + .05"), "helper.f(1) * helper.extra"),
+    ("a method, of an instance that was there", 2, "net = helper.Net()", OLD.replace("return scale", "return scale * 100"), "net.out()"),
+    ("data that the notebook had changed", 2, "helper.scale = 50", OLD.replace("base = 3, 1", "base = 4, 2"), "helper.scale, helper.base"),
+    ("all of it made anew", 3, "helper.base = 10", OLD.replace("x + .5", "x * 4") + "def g(): return f(2) + base\n", "helper.g()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reloaded", RELOADED, ids=lambda reloaded: reloaded[0])
+def test_autoreload_is_a_reload(reloaded: tuple[str, int, str, str, str], tmp_path: Path) -> None:
+    """A module that %autoreload has reloaded is the file's in ranks, with the notebook's data in it; no line says otherwise."""
+    name, mode, earlier, text, seen = reloaded
+    cells = (
+        f"%load_ext autoreload\n%autoreload {mode}",
+        f"import helper\n{earlier}",
+        _edits(text),
+        f"there = {seen}",
+        f"there, {seen}",
+    )
+    program = Program(name, cells, (3,), files=(("helper.py", OLD),))
+    different = compare(program, tmp_path)
+    assert not different, "\n".join(different)
+    (tmp_path / "again").mkdir()
+    assert not [line for line in play(program, tmp_path / "again", plain=False).said if "edited" in line]
+
+
+def test_what_autoreload_fails_at_is_not_reloaded(tmp_path: Path) -> None:
+    """The notebook goes on with what it imported, and the line says so; so where it is not switched on."""
+    for mode, text in (("2", "f = (lambda x: 1 / 0)(1)\n"), ("0", OLD)):
+        cells = (
+            f"%load_ext autoreload\n%autoreload {mode}",
+            "import helper",
+            _edits(text),
+            "there = 'helper' in globals() and callable(helper)",
+        )
+        (tmp_path / mode).mkdir()
+        program = Program("fails", cells, (3,), files=(("helper.py", OLD),))
+        said = play(program, tmp_path / mode, plain=False).said
+        assert [line for line in said if "helper: edited since this notebook imported it" in line], said

@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import math
 import os
+import sys
 import types
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ from taas.capture.reading import ATOMS
 from taas.capture.setup_cells import setup_cells
 from taas.delivery.registered import loaders_delivered
 from taas.errors import CaptureError, HeaderError
+from taas.import_hooks import AUTORELOAD, note_files
 from taas.wording import first_line, shown, size_in_words
 
 if TYPE_CHECKING:
@@ -426,6 +428,8 @@ def capture(
         needs = needs_of(cell, namespace)
         needs.maybe |= values_of_cells(needs.words, namespace)
         kept = kept or Kept(namespace, project=str(project))
+        if AUTORELOAD in sys.modules:  # it reloads right before a cell
+            note_files()
         edited = {n: module for n, module in edited_modules(str(project)).items() if n not in kept.places}
         set_apart(edited)
         held = Held(kept, namespace, anew)
