@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from taas.errors import StorageDenied
-from taas.storage import boundary, diversion, kept, walls
+from taas.storage import boundary, diversion, kept, saves, walls
 from taas.storage.boundary import LANDLOCK_SAID, NEVER, WALL_SAID, Denial
 from taas.storage.table import Table
 
@@ -49,16 +49,20 @@ class Guard:
         scratch: the rank's folder for the run that goes on.
         denial: what this rank is told that meets the wall; None in rank 0.
         table: what it sees of the project; None in rank 0.
+        others: what rank 0 finds of other ranks' files; None in those.
     """
 
     mechanism: str
     scratch: Path
     denial: Denial | None = None
     table: Table | None = None
+    others: saves.OtherRanksFiles | None = None
 
     def begin_run(self, scratch: Path, since_ns: int) -> None:
         """Another run begins in this rank, with scratch and time as :func:`guard` has them."""
         self.scratch = scratch
+        if self.others is not None:
+            self.others.begin_run(scratch.parent, since_ns)
         if self.table is not None:
             scratch.mkdir(parents=True, exist_ok=True)
             self.table.begin_run(str(scratch), since_ns)
@@ -92,7 +96,7 @@ def guard(
     """Put this rank behind the wall; the first thing a freshly forked rank does.
 
     The process has one thread and has not yet opened the project; what it needs of other processes by ``/proc/<pid>/fd`` it has
-    opened. Rank 0 is left as it is, but that it completes checkpoints which all ranks write.
+    opened. Rank 0 writes as ever; it completes checkpoints which all ranks write, and finds what others wrote into its saves.
 
     Args:
         project: the notebook's directory.
@@ -105,8 +109,11 @@ def guard(
         mechanisms: which walls to try, in order; where none of them stands, this raises StorageDenied.
     """
     if rank == 0:
-        standing = Guard("none (rank 0)", scratch)
+        others = saves.OtherRanksFiles(project, scratch.parent, since_ns)
+        standing = Guard("none (rank 0)", scratch, others=others)
         kept.complete_checkpoints(project, lambda: standing.scratch.parent)
+        if mode == "discard":  # else no rank has any
+            saves.install(others)
         return standing
     global _edge
     edge = boundary.draw(project, shared, (*writable, str(scratch)))

@@ -5,7 +5,7 @@ Each start of a run has a folder of its own for it, within the run's::
     writes/since          when the start began, by the clock of the project's file system; until it is sorted
     writes/rank<k>/tree/  the files of a rank (storage/table.py)
 
-At the end ``sort`` removes what rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since
+At the end ``sort`` puts what belongs to rank 0's saves beside these (``saves``), and removes what rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since
 then (by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays;
 what rank 0 has here found no place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes
 with the run's folder (runs/records.py).
@@ -31,6 +31,7 @@ from typing import Any
 from taas.errors import HeaderError
 from taas.import_hooks import after_import
 from taas.storage.boundary import NEVER, changed_since, clock_of, resolve_beneath
+from taas.storage.saves import is_of_save, topmost_made
 from taas.storage.table import TREE
 from taas.wording import counted, ranks_in_words, shown, shown_path, size_in_words
 
@@ -78,8 +79,9 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
         over: it does not start again: what is left is kept, whatever becomes of the project.
     """
     try:
+        put = _put_into_saves(folders, project)
         kept = kept_versions(folders, project)
-        said = [*_told(kept, run)]
+        said = [*_told_of_saves(put), *_told(kept, run, project, _begun(folders[0]) if folders else NEVER)]
         wanted = {file for versions in kept.values() for file in versions.values()}
         for folder in folders:
             for _, _, file in _written(folder):
@@ -92,6 +94,28 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
             f"rank writes could not be sorted ({error}): take what you need from {shown_path(folders[0])}"
         ]
     return said
+
+
+def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
+    """Put into the project what only other ranks wrote into saves of rank 0; returns the lowest rank that wrote it, by path.
+
+    Where ranks wrote different versions of a path, nobody knows which is the save's: these are kept.
+    """
+    put: dict[str, int] = {}
+    begun = {folder: _begun(folder) for folder in folders}
+    for path, versions in kept_versions(folders, project).items():
+        rank, *others = sorted(versions)
+        source = versions[rank]
+        since_ns = next(since for folder, since in begun.items() if source.is_relative_to(folder))
+        if rank == 0 or not is_of_save(project, path, since_ns):
+            continue
+        if all(_are_same(source, versions[other]) for other in others):
+            with contextlib.suppress(
+                OSError
+            ):  # no room, or a folder in its place: it is kept, and the cell says so
+                _put(source, Path(project, path))
+                put[path] = rank
+    return put
 
 
 def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
@@ -172,7 +196,15 @@ def _written(folder: Path) -> list[tuple[int, str, Path]]:
     ]
 
 
-def _told(kept: Versions, run: str) -> Iterator[str]:
+def _told_of_saves(put: dict[str, int]) -> Iterator[str]:
+    if put:
+        yield (
+            f"put into the project: {_some(list(put))} ({counted(len(put), 'file')}) from {ranks_in_words({*put.values()})}, "
+            "beside what rank 0 saved there"
+        )
+
+
+def _told(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str]:
     if aside := {path: ranks for path, ranks in kept.items() if 0 in ranks}:
         yield (
             f"kept: {_described(aside)} as the run wrote it: changed here meanwhile, so yours is as you left it, and "
@@ -180,6 +212,7 @@ def _told(kept: Versions, run: str) -> Iterator[str]:
         )
     if others := {path: ranks for path, ranks in kept.items() if 0 not in ranks}:
         folder = os.path.commonpath([Path(path).parent for path in others])
+        folder = topmost_made(project, folder, since_ns)
         share = f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
         yield (
             f"kept: {_described(others)} from {ranks_in_words({rank for ranks in others.values() for rank in ranks})}, "
@@ -235,6 +268,7 @@ def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -
     if lacking:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         print(  # noqa: T201  the cell shows it
-            f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more}: only rank 0 writes the project, and it "
-            f"reaches no rank of another VM. Give the directory to all ranks: --shared {shown(place)}"
+            f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more} until the end of the run: only rank 0 writes the "
+            "project, and it reaches no rank of another VM before. To load it in this cell, give the directory to all ranks: "
+            f"--shared {shown(place)}"
         )

@@ -137,7 +137,7 @@ class Table:
             return None  # the system's error for it is ENOENT
         if not path.startswith("/"):
             path = f"{self.outward(posix.getcwd())}/{path}"
-        return self.boundary.relative(_without_links(path, follow=follow))
+        return self.boundary.relative(without_links(path, follow=follow))
 
     def outward(self, path: str) -> str:
         """A path in this rank's own tree as the project path it stands for; any other as it is."""
@@ -193,7 +193,7 @@ class Table:
             self._gone[place] = clock_of(self._scratch)
 
 
-def _without_links(path: str, *, follow: bool) -> str:
+def without_links(path: str, *, follow: bool) -> str:
     """An absolute path as it is without links and dots; what is not there stays as it is named."""
     current, links = "", 0
     todo = path.split("/")

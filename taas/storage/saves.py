@@ -1,0 +1,200 @@
+"""What belongs to a save of rank 0: what only other ranks wrote into a directory that rank 0 made, or wrote, during the run.
+
+Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, each other rank its ``rng_state_1.pth`` beside it.
+Those lie in the ranks' scratches (``diversion``). At the end of the run they are put beside rank 0's (``kept.sort``). Until then
+rank 0 finds them there: a call that looks for a path which the project lacks gets the other rank's file. Only files are found so: a
+directory that the project lacks has to be made before anything is written there. What rank 0 moves or removes goes with it.
+
+The project's own folder is no save: the notebook lies there, and what else people change while a run goes on.
+"""
+
+# Calls of posix, not of os: rank 0's own are replaced by these.
+
+from __future__ import annotations
+
+import _io
+import contextlib
+import functools
+import os
+import posix
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from taas.storage import diversion
+from taas.storage.boundary import changed_since, resolve_beneath
+from taas.storage.table import TREE, without_links
+
+_Call = Callable[..., Any]
+_NATIVE: dict[str, _Call] = {"rmtree": shutil.rmtree}
+"""What is replaced here, too, wherever a module holds it by name."""
+
+
+def is_of_save(project: str, path: str, since_ns: int) -> bool:
+    """Tell whether a path of the project would lie in a directory that rank 0 made, or wrote, since a time of the run.
+
+    It is the nearest one that is there: directories below it other ranks made.
+    """
+    folder = path.rpartition("/")[0]
+    while folder and not _is_directory(f"{project}/{folder}"):
+        folder = folder.rpartition("/")[0]
+    return folder != "" and _is_written(f"{project}/{folder}", since_ns)
+
+
+def topmost_made(project: str, folder: str, since_ns: int) -> str:
+    """Return the topmost directory on the way to a folder that the run made or wrote; the folder itself where none is known."""
+    way = ""
+    for part in folder.split("/"):
+        way = f"{way}/{part}" if way else part
+        live = f"{project}/{way}"
+        if not _is_directory(live) or _is_written(live, since_ns):
+            return way
+    return folder
+
+
+def _is_directory(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISDIR(posix.lstat(path).st_mode)
+    return False
+
+
+def _is_written(folder: str, since_ns: int) -> bool:
+    """Tell whether a directory, or what is right in it, was changed."""
+    if changed_since(folder, since_ns):
+        return True
+    with contextlib.suppress(OSError):
+        return any(changed_since(f"{folder}/{name}", since_ns) for name in posix.listdir(folder))
+    return False
+
+
+class OtherRanksFiles:
+    """What rank 0 finds of the files that other ranks of this VM have written into its saves."""
+
+    def __init__(self, project: str, run_scratch: Path, since_ns: int) -> None:
+        self._project = os.path.realpath(project)
+        self.begin_run(run_scratch, since_ns)
+
+    def begin_run(self, run_scratch: Path, since_ns: int) -> None:
+        """Another run begins."""
+        self._scratch, self._since_ns = str(run_scratch), since_ns
+
+    def find(self, path: Any) -> str | None:
+        """Return where the file is that a path of the project stands for; None where no other rank has it."""
+        inside = self._inside(path)
+        if inside is None or not is_of_save(self._project, inside, self._since_ns):
+            return None
+        for tree in self._trees():
+            found = f"{tree}/{inside}"
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(posix.lstat(found).st_mode):
+                    return found
+        return None
+
+    def remove_tree(self, path: Any) -> None:
+        """Remove what other ranks have below a directory that rank 0 has removed."""
+        inside = self._inside(path)
+        for tree in self._trees() if inside else ():
+            _NATIVE["rmtree"](f"{tree}/{inside}", ignore_errors=True)
+
+    def move_tree(self, source: Any, target: Any) -> None:
+        """Move what other ranks have below a directory that rank 0 has moved."""
+        here, there = self._inside(source), self._inside(target)
+        for tree in self._trees() if here and there else ():
+            old, new = f"{tree}/{here}", f"{tree}/{there}"
+            if _is_directory(old) and not _is_directory(new):
+                Path(new).parent.mkdir(parents=True, exist_ok=True)
+                posix.rename(old, new)
+
+    def _inside(self, path: Any) -> str | None:
+        """Return a path as one in the project; None for others, and for what is none."""
+        if isinstance(path, int) or path is None:
+            return None
+        text = os.fsdecode(path)
+        if not text.startswith("/"):
+            text = f"{posix.getcwd()}/{text}"
+        inside = resolve_beneath(without_links(text, follow=True), self._project)
+        return None if inside in (None, ".") else inside
+
+    def _trees(self) -> Iterator[str]:
+        with contextlib.suppress(OSError):
+            for name in sorted(posix.listdir(self._scratch)):
+                if name.startswith("rank") and name != "rank0":
+                    yield f"{self._scratch}/{name}/{TREE}"
+
+
+def install(others: OtherRanksFiles) -> None:
+    """Let this process, rank 0, find them: for good."""
+    looking = {
+        name: _finding(getattr(os, name), others) for name in ("stat", "lstat", "open", "unlink", "remove")
+    }
+    looking["access"] = _accessible(os.access, others)
+    moving = {name: _moving(getattr(os, name), others) for name in ("rename", "replace")}
+    for known in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        known |= {new for name, new in looking.items() if getattr(os, name) in known}
+    removing = {"shutil.rmtree": _removing(shutil.rmtree, others)}
+    diversion.replace({**looking, **moving, **removing, "builtins.open": _opener(others)})
+
+
+def _finding(native: _Call, others: OtherRanksFiles) -> _Call:
+    """A call about a path, which is another rank's file where the project lacks it."""
+
+    @functools.wraps(native)
+    def call(path: Any, *rest: Any, **options: Any) -> Any:
+        try:
+            return native(path, *rest, **options)
+        except FileNotFoundError:
+            found = None if options.get("dir_fd") is not None else others.find(path)
+            if found is None:
+                raise
+        return native(found, *rest, **options)
+
+    return call
+
+
+def _accessible(native: _Call, others: OtherRanksFiles) -> _Call:
+    @functools.wraps(native)
+    def access(path: Any, mode: int, **options: Any) -> bool:
+        if native(path, mode, **options):
+            return True
+        found = None if options.get("dir_fd") is not None else others.find(path)
+        return found is not None and bool(native(found, mode, **options))
+
+    return access
+
+
+def _opener(others: OtherRanksFiles) -> _Call:
+    """``open``: Python's own; what it gives keeps the name that was asked for."""
+    native: _Call = _io.open
+
+    @functools.wraps(native)
+    def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 stands for the built-in, so it bears its name
+        try:
+            return native(file, *options, **named)
+        except FileNotFoundError:
+            found = None if len(options) >= 7 or named.get("opener") else others.find(file)
+            if found is None:
+                raise
+        return native(file, *options, **named, opener=lambda _, flags: posix.open(found, flags))
+
+    return open
+
+
+def _removing(native: _Call, others: OtherRanksFiles) -> _Call:
+    @functools.wraps(native)
+    def rmtree(path: Any, *rest: Any, **options: Any) -> None:
+        native(path, *rest, **options)
+        others.remove_tree(path)
+
+    return rmtree
+
+
+def _moving(native: _Call, others: OtherRanksFiles) -> _Call:
+    @functools.wraps(native)
+    def rename(src: Any, dst: Any, **options: Any) -> None:
+        native(src, dst, **options)
+        if not options:
+            others.move_tree(src, dst)
+
+    return rename
