@@ -4,7 +4,8 @@
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
   A series' pickle leaves out the block itself; an index made of a column looks into it, too.
-* DataLoaders with persistent workers hold these; tqdm counts its bars.
+* DataLoaders with persistent workers hold these.
+* Bars of tqdm and scalers of gradients refer to their process (``progress``).
 * Objects with traits (widgets) tell somebody when they change, which their pickles leave out.
 """
 
@@ -16,13 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from taas.capture.process_own import keep_own
+from taas.capture.progress import read_bar, read_scaler
 from taas.capture.reading import (
     Reading,
     keeps_pickling_of_object,
     make_plain,
-    read_insides,
     read_reduced,
-    set_insides,
     turn_into,
 )
 from taas.import_hooks import attribute_of, loaded
@@ -43,7 +43,10 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
         return lambda value: _read(value, _set_loader, "_iterator")
     bar = attribute_of("tqdm.std", "tqdm")
     if bar is not None and issubclass(cls, bar):
-        return lambda value: Reading(make_plain, (type(value),), _set_bar, read_insides(value))
+        return read_bar
+    scaler = attribute_of("torch.amp.grad_scaler", "GradScaler")
+    if scaler is not None and issubclass(cls, scaler) and cls.__getstate__ is scaler.__getstate__:
+        return read_scaler
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
 
 
@@ -57,13 +60,6 @@ def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
     iterator, own = vars(loader).get("_iterator"), keep_own(loader, state[0])
     vars(loader).clear()
     vars(loader).update(*state, **own | {"_iterator": iterator})
-
-
-def _set_bar(bar: Any, insides: tuple[Any, dict[str, Any]]) -> None:
-    """Set a bar of tqdm; one that is over has no line any more, though its class counts it when it is made."""
-    set_insides(bar, insides)
-    if bar.disable:
-        type(bar)._instances.discard(bar)
 
 
 # ---------------------------------------------------------------- optimizers and schedulers

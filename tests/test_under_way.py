@@ -1,0 +1,41 @@
+"""Objects of a training under way that an earlier cell made: bars of tqdm, scalers of gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from oracle import play, row, together
+
+pytestmark = pytest.mark.usefixtures("oracle")
+P = row
+TORCH = "import torch, torch.nn as nn\n"
+BARS = "from tqdm import tqdm\nhow = {'bar_format': '{desc}{n}/{total}{postfix}', 'mininterval': 0, 'miniters': 1}\n"
+SCALED = TORCH + (
+    "torch.manual_seed(1); net = nn.Linear(2, 1); opt = torch.optim.SGD([net.weight], lr=.1); x = torch.ones(1, 2)\n"
+    "s = torch.amp.GradScaler('cpu', init_scale=8.)\n"
+)
+
+UNDER_WAY = [
+    P("bar of an earlier cell, updated", (BARS + "a = tqdm(total=4, **how)",), "a.update(); a.update(2); m = a.n", "print(a.update(1), a.n, m, a.close())"),
+    P("bar of an earlier cell, iterated to its end", (BARS + "b = tqdm(range(3), **how); k = [b]",), "seen = [x for x in b]", "print(seen, b.n, b.disable, k[0] is b)"),
+    P("bar that writes into a text", (BARS + "import io\nout = io.StringIO(); c = tqdm(total=2, file=out, **how)",), "c.update(); c.set_description('long')", "print(c.set_description(''), c.update(), out.getvalue(), c.fp._wrapped is out, c.close())"),
+    P("two bars, one below the other, and one made in the cell", (BARS + "d = tqdm(total=2, **how); e = tqdm(total=20, **how); e.update(10)",), "e.update(5); d.update(); f = tqdm(total=1, **how); f.close(); e.set_postfix_str('x'); e.n = 1; e.refresh()", "print(d.pos, e.pos, e.update(), d.update(), e.close(), d.close(), f.n)"),
+    P("scaler between unscale_ and update", (SCALED + "s.scale(net(x).sum()).backward(); s.unscale_(opt); k = s",), "s.step(opt); s.update()", "print(s.get_scale(), k is s, net.weight.tolist(), s._per_optimizer_states)"),
+    P("scaler that found an infinity", (SCALED + "s.scale(net(x).sum()).backward(); net.weight.grad[0, 0] = float('inf'); s.unscale_(opt)",), "s.step(opt); s.update()", "print(s.get_scale(), net.weight.tolist(), s._per_optimizer_states)"),
+    P("scaler of two optimizers, one of them stepped", (SCALED + "o2 = torch.optim.SGD([net.bias], lr=.5); s.scale(net(x).sum()).backward(); s.unscale_(opt); s.step(opt)",), "s.unscale_(o2); s.step(o2); s.update()", "print(s.get_scale(), net.weight.tolist(), net.bias.tolist(), s._per_optimizer_states)"),
+    P("scaler through a whole iteration", (SCALED,), "s.scale(net(x).sum()).backward(); s.unscale_(opt); s.step(opt); s.update()", "print(s.get_scale(), net.weight.tolist())"),
+    P("scaler unscaled in the cell, and stepped after it", (SCALED,), "s.scale(net(x).sum()).backward(); s.unscale_(opt)", "s.step(opt); s.update(); print(s.get_scale(), net.weight.tolist(), s._per_optimizer_states)"),
+]  # fmt: skip
+
+
+def test_what_is_under_way_goes_on(tmp_path: Path) -> None:
+    """Bars draw, and scalers step, as in a plain notebook: under the header, and in the cell after it."""
+    (program,) = together(UNDER_WAY)
+    plain = play(program, tmp_path / "plain", plain=True)
+    headed = play(program, tmp_path / "headed", plain=False)
+    assert not headed.lost
+    for there, here in zip(plain.cells, headed.cells, strict=True):
+        assert (here.ename, here.evalue) == (there.ename, there.evalue) == ("", "")
+        assert here.own == there.own
+        assert here.stderr == there.stderr
