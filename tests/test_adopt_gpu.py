@@ -22,6 +22,7 @@ from torch import nn
 
 from taas import adopt
 from taas.adopt import own_gpu, waits
+from taas.wire import deadlines
 
 pytestmark = [
     pytest.mark.gpu,
@@ -186,8 +187,10 @@ def _waits_for_a_rank_that_is_not_in_the_first_collective(fifo):
     main, me = threading.get_ident(), adopt._meeting.membership
 
     def break_off():
-        while not (me.waits._of_nccl(waits._tcp_sockets()) and waits.waits_at_full_speed(main)):
+        # the root's listening socket, and this rank's own
+        while not (len(me.waits._of_nccl(waits._tcp_sockets())) > 1 and waits.waits_at_full_speed(main)):
             time.sleep(0.01)
+        time.sleep(deadlines.BREAK_OFF)  # as a rank that is interrupted has before it is broken off
         adopt.break_off()
 
     breaker = threading.Thread(target=break_off)
@@ -209,10 +212,8 @@ def test_a_wait_in_the_first_collective_is_broken_off(tmp_path):
     assert found == ["DistBackendError", "did not come"]
 
 
-def _contexts_of_rank_1():
-    if os.environ["RANK"] == "0":
-        return [0]
-    own_gpu.install("1")
+def _contexts_of_each_rank():
+    own_gpu.install(os.environ["RANK"])
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
     torch.ones(1).pin_memory()
     looker = threading.Thread(target=waits.gpu_is_busy)
@@ -226,7 +227,7 @@ def _contexts_of_rank_1():
 @pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs")
 def test_a_rank_above_0_leaves_gpu_0_alone():
     """Pinning, looks from other threads and packing make no context there. Not run on GPUs yet; on the CPU: test_own_gpu.py."""
-    assert run_ranks(_contexts_of_rank_1, 2, rehearsed=False) == [[0], [1]]
+    assert run_ranks(_contexts_of_each_rank, 2, rehearsed=False) == [[0], [1]]
 
 
 @pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs")

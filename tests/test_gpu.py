@@ -17,14 +17,17 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from notebook_harness import Notebook, Ran, gone
 
-from taas.engines.gpus import visible_gpus
+from taas.agent.gpu_watch import GpuWatch
+from taas.engines.gpus import physical, refused_as_mig, visible_gpus
 
 GPUS = visible_gpus()
 pytestmark = [
@@ -61,24 +64,39 @@ def fresh(tmp_path: Path) -> Iterator[Notebook]:
         book.close()
 
 
+def open_devices(process: psutil.Process) -> set[str]:
+    """Return the device files of NVIDIA's driver that a process has open."""
+    names = set()
+    with contextlib.suppress(FileNotFoundError):  # it is gone
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                names.add(str(link.readlink()))
+    return {name for name in names if name.startswith("/dev/nvidia")}
+
+
 def holds_gpu(process: psutil.Process) -> bool:
-    """Whether a process has a GPU's device file open, as every CUDA context has."""
-    names = []
-    for link in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            names.append(str(link.readlink()))
-    return any(re.fullmatch(r"/dev/nvidia\d+", name) for name in names)
+    """Whether a process has a CUDA context: each has this file open, and NVML, which the agent may ask, has not."""
+    return "/dev/nvidia-uvm" in open_devices(process)
+
+
+def in_time(condition: Callable[[], bool]) -> bool:
+    """Wait up to a minute until something holds; returns whether it does."""
+    until = time.monotonic() + 60
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
+
+
+def complaints(ran: Ran) -> list[str]:
+    """Lines on standard error but those in which gloo tells of its connections, and warnings of torch, as DDP's reducer has."""
+    spoken = re.compile(r"\[Gloo\]|\[(?:rank\d+\]:)?\[?[IW]\d|.*Warning: |  ")
+    return [line for line in ran.stderr.splitlines() if line.strip() and not spoken.match(line)]
 
 
 def live_line(ran: Ran) -> str:
     """The line above the cell's output that says what the run works on, as it stands in the end."""
     lines: str = (ran.displays + ran.updates)[-1]["data"]["text/plain"]
     return lines
-
-
-def below() -> set[int]:
-    """Process ids below this one."""
-    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 # ---------------------------------------------------------------- devices
@@ -101,6 +119,8 @@ def test_taas_leaves_cuda_to_the_ranks(fresh: Notebook) -> None:
     assert not [process for process in others if holds_gpu(process)]
     fresh.interrupt()
     assert fresh.end().ename == "KeyboardInterrupt"
+    # NVML is shut down with the last rank
+    assert in_time(lambda: not any(open_devices(process) for process in others[1:]))
 
 
 def test_a_new_cuda_tensor_comes_to_host_memory(fresh: Notebook) -> None:
@@ -188,13 +208,14 @@ def test_too_few_gpus_are_refused_before_anything_starts(fresh: Notebook, header
     """The cell says how many there are and what to type; NCCL never gets to say "Duplicate GPU detected"."""
     if asked <= len(GPUS):
         pytest.skip(f"this machine has {len(GPUS)} GPUs")
-    before = below()
     ran = fresh.run(f"{header}\nimport torch.distributed as dist\ndist.init_process_group('nccl')")
     assert ran.ename == "NotEnoughDevices"
     assert f"{asked} GPUs asked for, and this machine has {len(GPUS)}." in ran.evalue
     assert "--rehearse" in ran.evalue
     assert "Duplicate GPU" not in ran.traceback + ran.stderr
-    assert below() == before
+    found = fresh.processes()
+    assert not (found.ranks or found.data_processes)
+    assert "no run yet" in fresh.good("%taas history").own
 
 
 REHEARSED = """#pragma taas --gpus 4 --rehearse
@@ -218,6 +239,8 @@ def test_rehearse_runs_cpu_ranks_and_hides_the_gpus(notebook: Notebook) -> None:
     assert not [rank for rank in ranks if holds_gpu(rank)]
     notebook.interrupt()
     assert notebook.end().ename == "KeyboardInterrupt"
+    assert notebook.value("resident.tolist()") == "[2.0, 2.0, 2.0]"  # as it stood
+    notebook.good("_ = resident.fill_(1.0)")
     ran = notebook.good(REHEARSED)
     assert ran.own.splitlines() == ["'' gloo 10.0", "4 cpu cpu"]
     assert "rehearsed on CPU (as --rehearse asks)" in live_line(ran)
@@ -269,7 +292,114 @@ def test_nccl_bound_to_the_device_and_gloo_beside_it(notebook: Notebook) -> None
         "dist.destroy_process_group()\n"
     )
     assert ran.own == "cpu cuda:0\n"
-    assert ran.stderr == ""
+    assert not complaints(ran)
+
+
+def test_nccl_in_a_cell_can_be_aborted(notebook: Notebook) -> None:
+    """From torch 2.15 on there are two: ranks get the one whose abort leaves the process alive. Not run on a GPU yet."""
+    ran = notebook.good(
+        "#pragma taas --gpus 1\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "dist.all_reduce(torch.ones(1, device='cuda'))\n"
+        "group = dist.group.WORLD._get_backend(torch.device('cuda'))\n"
+        "print(type(group).__name__)\n"
+        "del group\n"
+    )
+    assert ran.own == "ProcessGroupNCCL\n"
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+def test_an_interrupt_breaks_off_the_first_collective(notebook: Notebook) -> None:
+    """Rank 1 never comes to it: rank 0 waits in NCCL's making of a communicator. Not run on GPUs yet."""
+    notebook.start(
+        "#pragma taas --gpus 2\nimport os, threading, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\ndone = [1]\n"
+        "if os.environ['RANK'] == '1':\n    time.sleep(600)\n"
+        "threading.Timer(5, print, ['rank 0 waits'], {'flush': True}).start()\n"
+        "try:\n    dist.all_reduce(torch.ones(1, device='cuda'))\nfinally:\n    done.append(2)",
+    )
+    notebook.wait_for("rank 0 waits")
+    notebook.interrupt()
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert notebook.value("done") == "[1, 2]"
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "first",
+    [
+        "torch.ones(4).pin_memory()",
+        "list(torch.utils.data.DataLoader([1.0] * 4, pin_memory=True))",
+        "torch.ones(4, device='cuda')",
+    ],
+)
+def test_ranks_above_0_have_no_context_on_gpu_0(notebook: Notebook, first: str) -> None:
+    """Whatever uses CUDA first, and after a look from another thread. Not run on GPUs yet; on the CPU: test_own_gpu.py."""
+    ran = notebook.good(
+        "#pragma taas --gpus 2 --output all\nimport os, threading, torch\nfrom taas.adopt import waits\n"
+        f"{first}\n"
+        "thread = threading.Thread(target=waits.gpu_is_busy)\nthread.start(), thread.join()\n"
+        "print('said', os.environ['RANK'], [torch._C._cuda_hasPrimaryContext(n) for n in (0, 1)])\ndel thread\n"
+    )
+    assert sorted(re.findall(r"said (.*)", ran.stdout)) == ["0 [True, False]", "1 [False, True]"]
+
+
+# ---------------------------------------------------------------- which GPUs, and who holds their memory
+
+
+@pytest.mark.skipif(
+    not Path("/proc/driver/nvidia/gpus").is_dir(), reason="this container does not show the driver's files"
+)
+def test_gpus_are_known_by_their_places_on_the_bus() -> None:
+    """As the driver names them, which ``nvidia-smi`` shows; whole ones are refused to nobody. Not run on a GPU yet."""
+    command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    buses = {
+        uuid: bus.strip().lower()[-len("0000:00:00.0") :]
+        for uuid, bus in (line.split(", ") for line in shown)
+    }
+    assert {gpu.device for gpu in physical(GPUS)} <= {*buses.values()}
+    if len(buses) == len(GPUS):  # else a control group has some of them
+        assert [gpu.device for gpu in physical([*buses])] == [*buses.values()]
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    if "MIG" not in listed:
+        assert refused_as_mig(GPUS, len(GPUS) + 1) == ""
+
+
+def test_nvml_is_asked_and_shut_down() -> None:
+    """What the agent finds out of a rank's GPU; no file of it stays open. Not run on a GPU yet."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    watch = GpuWatch([GPUS[:1]], [os.getpid()], os.environ)
+    assert in_time(lambda: watch.now()[0].percent is not None)
+    assert watch.now()[0].nbytes > 0
+    watch.end()
+    watch.thread.join(60)
+    assert not watch.thread.is_alive()
+    assert not open_devices(psutil.Process())
+
+
+def test_the_kernels_memory_beside_ranks_is_said(notebook: Notebook) -> None:
+    """Where it has much of a GPU that the run gets; afterwards nothing is said. Not run on a GPU yet."""
+    notebook.good("much = torch.empty(2 << 30, dtype=torch.uint8, device='cuda')")
+    ran = notebook.good("#pragma taas --gpus 1\npass")
+    assert "this notebook's kernel holds 2." in ran.stdout
+    assert "of cuda:0, a GPU of this run" in ran.stdout
+    notebook.good("del much\ntorch.cuda.empty_cache()")
+    assert "this notebook's kernel holds" not in notebook.good("#pragma taas --gpus 1\npass").stdout
+
+
+def test_gpu_memory_is_free_between_kept_cells(notebook: Notebook) -> None:
+    """Between two cells the driver has the memory that no tensor needs. Not run on a GPU yet."""
+    notebook.good("torch.cuda.empty_cache()")
+    before = int(notebook.value("torch.cuda.mem_get_info()[0]"))
+    notebook.good(
+        f"#pragma taas --gpus 1 --keep\nimport torch\nbig = torch.empty({4 * GIB}, dtype=torch.uint8, device='cuda')\n"
+        "del big\nsmall = torch.ones(1, device='cuda')"
+    )
+    assert int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - 2 * GIB  # the rank's context stays
+    notebook.good("%taas release\ndel small")
 
 
 LOCAL = "int(os.environ['LOCAL_RANK'])"
@@ -523,7 +653,7 @@ def test_a_training_cell_returns_the_trained_model(notebook: Notebook) -> None:
     notebook.good(DIGITS)
     ran = notebook.good(TRAINED)
     assert ran.own.startswith("epoch 0: ")
-    assert ran.stderr == ""
+    assert not complaints(ran)
     assert notebook.value("len(losses), losses[-1] < losses[0] / 4") == "64 True"
     assert notebook.value("type(model) is Net, model.conv.weight is first_weight, first_weight.is_cuda") == (
         "True True False"
