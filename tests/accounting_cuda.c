@@ -45,7 +45,14 @@ void account_stick(int device, int is_stuck) { stuck[device] = is_stuck; }
 int account_has_context(int device) { return contexts[device]; }
 
 /* devices */
-int cudaGetDeviceCount(int *count) { *count = DEVICES; return SUCCESS; }
+int cudaGetDeviceCount(int *count)
+{
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES"); /* how many, and not which */
+    *count = DEVICES;
+    if (visible)
+        for (*count = *visible != 0; *visible; visible++) *count += *visible == ',';
+    return SUCCESS;
+}
 int cudaGetDevice(int *device) { *device = current; return SUCCESS; }
 int cudaSetDevice(int device) { note("set", current = device); return use(device); }
 int cudaDriverGetVersion(int *version) { *version = 13020; return SUCCESS; }
