@@ -70,7 +70,7 @@ def _variable_of(loader: Any, namespace: Mapping[str, Any] | None = None) -> str
     if namespace is None:
         namespace = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
     for variable, value in list(namespace.items()):
-        if value is loader and not variable.startswith("_"):
+        if value is loader and isinstance(variable, str) and not variable.startswith("_"):
             return variable
     return None
 

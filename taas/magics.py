@@ -63,7 +63,8 @@ def headed_cell(lines: list[str]) -> list[str]:
         return lines
     if header.problem is None:
         _frontend().check_syntax(cell, get_ipython())
-    return [f"get_ipython().run_cell_magic('taas', '', {cell!r})\n"]
+    # The notebook's ``get_ipython`` may be the user's own.
+    return [f"__import__('IPython').get_ipython().run_cell_magic('taas', '', {cell!r})\n"]
 
 
 def _is_setup_magic(line: str) -> bool:

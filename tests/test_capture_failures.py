@@ -203,6 +203,61 @@ def test_what_is_not_in_the_notebook_what_it_was_in_rank_0_is_said(tmp_path: Pat
     assert "it is not what rank 0 had" in there.lost[0]
 
 
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        ("5", "globals()[5]"),
+        ("(1, 'a')", "globals()[(1, 'a')]"),
+        ("b'x'", "globals()[b'x']"),
+        ("'loss\\ud800'", "globals()['loss\\ud800']"),
+        ("type('Text', (str,), {})('x')", "globals()['x']"),
+    ],
+)
+def test_a_key_that_is_no_name_is_left_and_named(rounds: Any, key: str, written: str) -> None:
+    """One odd key of the namespace does not cost the names beside it: set in the cell, or before it in the notebook."""
+    one = rounds("net = [0]", "net")
+    applied = one.run(f"globals()[{key}] = 3; net.append(1); new = 2")
+    assert one.notebook["net"] == [0, 1]
+    assert one.notebook["new"] == 2
+    assert applied.lost == [
+        f"{written}: names are texts of UTF-8, and this key is none (bind it to an ordinary name)"
+    ]
+    before = rounds(f"globals()[{key}] = 3; net = [0]", "net.append(globals()[str('net')])")
+    assert f"but {written} (large, or not to be pickled)" in " ".join(before.captured.notices)
+    assert not before.run("net.append(1)").lost
+    assert before.notebook["net"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["bytearray(b'abc')", "b'abc'", "__import__('array').array('i', [1])", "__import__('numpy').arange(3)"],
+)
+def test_a_memoryview_is_named_and_what_holds_it_stays_whole(rounds: Any, data: str) -> None:
+    """Nothing else comes in its place, as bytes that look into nothing would; there, no more than back."""
+    one = rounds("class Box: pass\nbox = Box(); box.n = 1; net = [0]", "box, Box, net")
+    applied = one.run(f"view = memoryview({data}); box.view, box.n = view, 2; net.append(1)")
+    assert one.notebook["net"] == [0, 1]
+    assert vars(one.notebook["box"]) == {"n": 1}
+    assert "view" not in one.notebook
+    assert [line.partition(":")[0] for line in applied.lost] == ["box", "view"]
+    assert all("is a memoryview, which cannot be pickled" in line for line in applied.lost)
+    assert "make it inside the cell, from what it looks into" in _refused(
+        f"view = memoryview({data})", "view[0]"
+    )
+
+
+@pytest.mark.parametrize("key", ["5", "(1, 2)", "'\\ud800'", "Text('x')"])
+def test_an_odd_key_among_attributes_travels(rounds: Any, key: str) -> None:
+    """Attributes are a dict, and may have any keys: there and back, and of what the cell makes."""
+    setup = f"class Text(str): pass\nclass Net: pass\nkey = {key}\nnet = Net(); vars(net)[key] = [1]"
+    one = rounds(setup, "net, key, Net, Text")
+    applied = one.run("vars(net)[key].append(2); new = Net(); vars(new)[key] = vars(net)[key]")
+    assert not applied.lost
+    net, new, key_there = (one.notebook[name] for name in ("net", "new", "key"))
+    assert vars(net) == {key_there: [1, 2]}
+    assert vars(new)[key_there] is vars(net)[key_there]
+
+
 @pytest.mark.parametrize(("returned", "a", "b", "t", "new"), [
     (None, [1, 2], [1, 2], 1, True), (("a",), [1, 2], [1], 0, False), (("holder",), [1], [1, 2], 1, False), ((), [1], [1], 0, False),
 ])  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
-from taas.capture.cells import MAGIC, cell_numbers, dress, users_names
+from taas.capture.cells import cell_numbers, dress, keys_without_a_name, users_names
 from taas.capture.flat import LeftOut, Lost
 from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, few_words_of, no_collection
 from taas.capture.holders import (
@@ -72,7 +72,7 @@ class Arrival:
         self.returned: set[str] | None = None if contents["returned"] is None else set(contents["returned"])
         self.state = ProcessState(contents["process state"], device)
         self.cell_numbers: dict[str, int] = {}
-        self._magics: dict[str, Any] = {}
+        self._beside: dict[str, Any] = {}
         self._of_setup: dict[str, Any] = before._of_setup if before is not None else {}
 
     @property
@@ -118,8 +118,7 @@ class Arrival:
             value = self._built(builder, name, n)
             if n not in builder.lost:
                 namespace[name] = value
-        beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
-        self._magics = {name: value for name, value in beside.items() if name.startswith(MAGIC)}
+        self._beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
         whole = {n: value for n, value in made.items() if n not in builder.lost} if builder.lost else made
         self.heap.learn(whole, states, self.known)
         return builder
@@ -140,7 +139,8 @@ class Arrival:
         shell.compile.flags |= contents["future"]
         self.cell_numbers = cell_numbers(shell)
         self.cell_numbers.update(contents["cells"])
-        dress(shell, self._namespace, contents["history"], contents["extensions"], self._magics)
+        own = {*self.names, *self.held}
+        dress(shell, self._namespace, contents["history"], contents["extensions"], self._beside, own)
 
     def mark(self) -> None:
         """Take what changes are found against, right before the cell runs."""
@@ -150,6 +150,7 @@ class Arrival:
             self.heap.mark()
             self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
             self.names_before = {**self._namespace}
+            self.keys_before = keys_without_a_name(self._namespace)
             self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
         self.last_module_before = last_imported()
         self.state.mark()
@@ -199,7 +200,7 @@ class CellChanges:
         self._rebound = {name for name, item in self._visible.items() if before.get(name, self) is not item}
         self._heap: Heap = arrival.heap
         self._known = arrival.known
-        self._lost: list[Lost] = []
+        self._lost = self._keys_lost()
         self._changed: dict[int, bool] = {}  # whether its arguments are others, by number
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
         self._places_now = holders(arrival.project)
@@ -216,6 +217,15 @@ class CellChanges:
         self._tell_parted()
         self._number_anew()
         self._held_back = self._without_refused()
+
+    def _keys_lost(self) -> list[Lost]:
+        """Name what the cell has put under keys of the namespace that are no names."""
+        if self._arrival.returned is not None:
+            return []
+        why = "names are texts of UTF-8, and this key is none (bind it to an ordinary name)"
+        before = self._arrival.keys_before
+        keys = keys_without_a_name(self._namespace).items()
+        return [Lost(key, why) for key, value in keys if before.get(key, self) is not value]
 
     def write(self, *, last: bool) -> int:
         """Write what changed into a sealed memfd; return its descriptor. Another may follow one that is not the ``last``."""

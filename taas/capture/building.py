@@ -214,7 +214,10 @@ def _fill_again(
 def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) -> None:
     if kind == "object":
         names, held, slots, inside = said
-        attributes = None if names is None else dict(zip(_interned(names), _filled(held, rest), strict=True))
+        attributes = None
+        if names is not None:
+            keys = _interned(_filled(names, rest))
+            attributes = dict(zip(keys, _filled(held, rest), strict=True))
         set_insides(value, (attributes, dict(zip(slots, _filled(inside, rest), strict=True))))
     elif kind == "reading":
         if setter is not None:

@@ -20,8 +20,10 @@ from taas.capture.cells import (
     history_of,
     imported_by,
     is_of_ipython,
+    keys_without_a_name,
     magics_used,
     modules_used,
+    typed_cells,
     users_names,
     values_of_cells,
 )
@@ -171,6 +173,8 @@ class Capture:
             self._pack_for_data()
         self._add_places(places)
         self._add_others(needs.others - bound.keys(), self._roots)
+        if needs.built:
+            self._too_large += keys_without_a_name(namespace)
 
     def _add_others(self, names: Collection[str], roots: dict[str, int]) -> None:
         """Describe names that are only perhaps meant, as far as they are small."""
@@ -307,7 +311,7 @@ class Capture:
             },
             "sources": sources,
             "history": history_of(shell),
-            "imports": modules_used(packages, self._namespace),
+            "imports": modules_used(packages),
             "imports of the cell": self._imports,
             "known modules": known_modules(),
             "setup": [tuple(cell) for cell in setup],
@@ -426,7 +430,8 @@ def capture(
     with no_collection():
         future = shell.compile.flags & _FUTURE if shell is not None else 0
         needs = needs_of(cell, namespace)
-        needs.maybe |= values_of_cells(needs.words, namespace)
+        names_of_values, values = values_of_cells(needs.words, namespace)
+        needs.maybe |= names_of_values
         kept = kept or Kept(namespace, project=str(project))
         if AUTORELOAD in sys.modules:  # it reloads right before a cell
             note_files()
@@ -436,7 +441,7 @@ def capture(
         _check_returned(needs, namespace, {*(returned or ())} - held.names)
         _wait_for_devices()
         magics, extensions = magics_used(needs.words, shell)
-        known = magics, list(imported_by(cell)), edited
+        known = magics | values, list(imported_by(cell)), edited
         captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
         while held.let_go(captured.heap):  # what travels has parts of them
             captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
@@ -501,7 +506,7 @@ class Kept:
     ) -> None:
         applied = applied or Applied()
         self.is_known = names is not None  # else ranks may hold what nobody here knows of
-        self.names, self.cells, self.project = names or {}, len(namespace.get("In", ())), project
+        self.names, self.cells, self.project = names or {}, len(typed_cells()), project
         self.own, self.wrapped, self.places = frozenset(own), frozenset(applied.wrapped), places or {}
         self.all = {**self.places, **self.names}
         self.heap = heap or Heap(Reader(namespace), [namespace])
@@ -531,7 +536,7 @@ class Held:
         self.kept = kept
         never = {id(value) for value in anew}
         here = {**namespace, **(holders(kept.project) if kept.places else {})}
-        bound = {name for name in _bound_since(kept, namespace) if type(kept.names.get(name)) in ATOMS}
+        bound = {name for name in _bound_since(kept) if type(kept.names.get(name)) in ATOMS}
         self._holds = {
             name
             for name, value in kept.all.items()
@@ -624,10 +629,10 @@ class Held:
         }
 
 
-def _bound_since(kept: Kept, namespace: dict[str, Any]) -> set[str]:
+def _bound_since(kept: Kept) -> set[str]:
     """Return what the notebook's cells may have bound since: a constant that is bound anew is the same object as before."""
     found: set[str] = set()
-    for cell in namespace.get("In", ())[kept.cells : -1]:
+    for cell in typed_cells()[kept.cells : -1]:
         with contextlib.suppress(SyntaxError):
             binds = needs_of(cell, {}).binds
             found |= kept.names.keys() if binds is None else binds

@@ -9,23 +9,31 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from taas.capture.environment import is_utf8
+from taas.import_hooks import loaded
+from taas.wording import shown
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_HISTORY = re.compile(r"In|Out|_i{1,3}|_[iod]h|_i?\d+")
+_BY_IPYTHON = re.compile(r"In|Out|_[iod]h|_{1,3}|_i{1,3}|_i?\d+|exit|quit|open|get_ipython")
+"""Names that IPython binds, and binds anew."""
 _MODULE = {
-    *vars(type(re)("")), "__builtins__", "__builtin__", "__file__", "__cached__", "__warningregistry__",
+    "__name__", "__package__", "__loader__", "__spec__", "__builtins__", "__builtin__", "__cached__", "__warningregistry__",
 }  # fmt: skip
-_GIVEN = ("exit", "quit", "open", "get_ipython")
-"""What IPython puts into every namespace, where the user may bind something else."""
+_DOC = "Automatically created module for"
+"""How the docstring begins that IPython gives to the notebook's namespace."""
+_NOTHING = object()
 _VALUE = re.compile(r"_{1,3}|_\d+")
 _OUT = ("Out", "_oh")
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 """Found also in a body that a magic was given, as text."""
 MAGIC = "%"
+OUT = "Out["
+"""How those begin that travel beside the names: magics, and values of cells."""
 
 
 # ---------------------------------------------------------------- cells and names
@@ -74,32 +82,85 @@ def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> 
         compile(source, name, "exec", flags | shell.compile.flags, dont_inherit=True)
 
 
-def is_of_ipython(name: str, value: Any = None) -> bool:
-    """Tell whether a name belongs to IPython or Python; a user's ``open``, or ``_`` of a loop, is the user's by its value."""
-    if name in _GIVEN:
-        home = getattr(value, "__globals__", {}).get("__name__", "")  # its ``open`` says that it is io's
-        modules = (home, *(str(getattr(known, "__module__", "")) for known in (value, type(value))))
-        return any(module.startswith(("IPython.", "ipykernel.")) for module in modules)
-    if name in ("_", "__", "___"):
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        return shell is None or getattr(shell.displayhook, name, value) is value
-    return name in _MODULE or _HISTORY.fullmatch(name) is not None
+def _current_shell() -> Any:
+    ipython = loaded("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def is_of_ipython(name: str, value: Any) -> bool:
+    """Tell whether a name holds what IPython or Python bound to it. One that the user has bound anew is the user's."""
+    if name in _MODULE:
+        return True
+    if name == "__doc__":
+        return value is None or (isinstance(value, str) and value.startswith(_DOC))
+    if _BY_IPYTHON.fullmatch(name) is None or (shell := _current_shell()) is None:
+        return False
+    if name == "get_ipython":
+        return isinstance(value, types.MethodType) and value.__self__ is shell
+    if name == "open":
+        home = getattr(value, "__globals__", {}).get("__name__")  # its ``__module__`` is that of Python's
+        return home == "IPython.core.interactiveshell"
+    bound = _bound_by(shell, name)
+    return value is bound or (type(value) is str and value == bound)
+
+
+def _bound_by(shell: Any, name: str) -> Any:
+    """Return what a shell has bound to a name of its history, or ``exit``; an own object where it has not."""
+    history = shell.history_manager
+    if name in ("exit", "quit"):
+        return shell.exiter
+    if name in ("In", "_ih"):
+        return history.input_hist_parsed
+    if name in _OUT:
+        return history.output_hist
+    if name == "_dh":
+        return history.dir_hist
+    if not name.strip("_"):
+        return getattr(shell.displayhook, name, _NOTHING)
+    if not name.strip("_i"):
+        return getattr(history, name, _NOTHING)
+    number = name.lstrip("_i")
+    if number != str(int(number)):  # ``_01``
+        return _NOTHING
+    if not name.startswith("_i"):
+        return history.output_hist.get(int(number), _NOTHING)
+    typed = history.input_hist_raw
+    return typed[int(number)] if int(number) < len(typed) else _NOTHING
+
+
+def is_name(key: Any) -> bool:
+    """Tell whether a key of a namespace is a name that can travel: a plain text, and UTF-8."""
+    return type(key) is str and (key.isascii() or is_utf8(key))
 
 
 def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names that are not :func:`is_of_ipython`, with what is bound to them."""
-    return {name: value for name, value in namespace.items() if not is_of_ipython(name, value)}
+    return {
+        name: value for name, value in namespace.items() if is_name(name) and not is_of_ipython(name, value)
+    }
+
+
+def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what a namespace holds under keys that are no names (``globals()[5]``), by how they are written."""
+    return {f"globals()[{shown(repr(key))}]": value for key, value in namespace.items() if not is_name(key)}
 
 
 # ---------------------------------------------------------------- shells
 
 
-def values_of_cells(words: Iterable[str], namespace: dict[str, Any]) -> set[str]:
-    """Return the names of earlier cells' values among the words of a cell; all of them where it reads ``Out``."""
-    found = {word for word in words if _VALUE.fullmatch(word)}
-    if not found.isdisjoint(_OUT) or any(word in _OUT for word in words):
-        found |= {f"_{number}" for number in namespace.get("_oh", ())}
-    return found & namespace.keys()
+def values_of_cells(words: Collection[str], namespace: dict[str, Any]) -> tuple[set[str], dict[str, Any]]:
+    """Return which names of earlier cells' values a cell needs, and values that have no name, as ``Out[5]``.
+
+    Where it reads ``Out``, all are needed. One that has no name is of a cell whose ``_5`` the user has bound anew.
+    """
+    names, beside = {word for word in words if _VALUE.fullmatch(word)}, {}
+    if any(name in words and is_of_ipython(name, namespace.get(name)) for name in _OUT):
+        for number, value in _current_shell().history_manager.output_hist.items():
+            if namespace.get(f"_{number}", _NOTHING) is value:
+                names.add(f"_{number}")
+            else:
+                beside[f"{OUT}{number}]"] = value
+    return names & namespace.keys(), beside
 
 
 def magics_used(words: Iterable[str], shell: InteractiveShell | None) -> tuple[dict[str, Any], list[str]]:
@@ -115,17 +176,27 @@ def magics_used(words: Iterable[str], shell: InteractiveShell | None) -> tuple[d
     return own, [name for name in shell.extension_manager.loaded if name.partition(".")[0] in homes]
 
 
+def typed_cells() -> list[str]:
+    """Return the notebook's cells so far as Python, the running one last; ``In`` may be the user's own by now."""
+    shell = _current_shell()
+    return [] if shell is None else shell.history_manager.input_hist_parsed
+
+
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
-    """Return what was typed in earlier cells, ``In``, and which of ``_``, ``__`` and ``___`` are the shell's own."""
+    """Return what was typed in earlier cells, ``In``, and which names of their values (``_``, ``_5``) are the shell's own."""
     if shell is None:
         return {}
-    history, hook = shell.history_manager, shell.displayhook
+    history = shell.history_manager
     earlier = max(1, len(history.input_hist_parsed) - 1)
     return {
         "In": list(history.input_hist_parsed[:earlier]),
         "typed": list(history.input_hist_raw[:earlier]),
-        "own": [name for name in ("_", "__", "___") if shell.user_ns.get(name) is getattr(hook, name, None)],
+        "own": [n for n, value in shell.user_ns.items() if _is_of_value(n) and is_of_ipython(n, value)],
     }
+
+
+def _is_of_value(key: Any) -> bool:
+    return isinstance(key, str) and _VALUE.fullmatch(key) is not None
 
 
 def cell_numbers(shell: InteractiveShell | None) -> dict[str, int]:
@@ -139,13 +210,16 @@ def dress(
     namespace: dict[str, Any],
     history: dict[str, Any],
     extensions: list[str],
-    magics: dict[str, Any],
+    beside: dict[str, Any],
+    own: Collection[str],
 ) -> None:
-    """Give a rank's shell what the notebook's has."""
+    """Give a rank's shell what the notebook's has; names of IPython's that are the notebook's ``own`` keep their values."""
     for name in extensions:
         with contextlib.suppress(ImportError):  # its magic is not found, which is said where it is used
             shell.extension_manager.load_extension(name)
-    for name, function in magics.items():
+    for name, function in beside.items():
+        if not name.startswith(MAGIC):
+            continue
         kind, _, magic = name.removeprefix(MAGIC).partition(" ")
         shell.register_magic_function(function, kind, magic)
     if history:
@@ -153,24 +227,28 @@ def dress(
         manager.input_hist_parsed[:] = history["In"]
         manager.input_hist_raw[:] = typed
         manager._iii, manager._ii, manager._i, manager._i00 = ["", "", "", *typed][-4:]
-        namespace.update({f"_i{number}": text for number, text in enumerate(typed) if number})
-        namespace.update(_i=manager._i00, _ii=manager._i, _iii=manager._ii)
+        texts = {f"_i{number}": text for number, text in enumerate(typed) if number}
+        texts |= {"_i": manager._i00, "_ii": manager._i, "_iii": manager._ii}
+        namespace.update({name: text for name, text in texts.items() if name not in own})
         for name in history["own"]:
-            setattr(shell.displayhook, name, namespace.get(name, ""))
-    values = [name for name in namespace if re.fullmatch(r"_\d+", name)]
-    namespace.get("_oh", {}).update({int(name[1:]): namespace[name] for name in values})
+            if not name.strip("_"):
+                setattr(shell.displayhook, name, namespace.get(name, ""))
+            elif name in namespace:
+                manager.output_hist[int(name[1:])] = namespace[name]
+        values = {name: value for name, value in beside.items() if name.startswith(OUT)}
+        manager.output_hist.update({int(name[len(OUT) : -1]): value for name, value in values.items()})
 
 
 # ---------------------------------------------------------------- what earlier cells imported
 
 
-def modules_used(packages: Container[str], namespace: dict[str, Any]) -> list[str]:
+def modules_used(packages: Container[str]) -> list[str]:
     """Return the modules of some packages that earlier cells imported, to be imported before names are rebuilt.
 
     ``concurrent.futures`` is an attribute of ``concurrent`` then, and importing one may have changed its package's classes
     (``import fastai.distributed`` gives learners methods).
     """
-    found = dict.fromkeys(module for cell in namespace.get("In", ()) for module in _IMPORT.findall(cell))
+    found = dict.fromkeys(module for cell in typed_cells() for module in _IMPORT.findall(cell))
     return [n for n in found if "." in n and n in sys.modules and n.partition(".")[0] in packages]
 
 

@@ -286,9 +286,10 @@ class FlatStates:
     def _plain(self, value: Any, children: list[int]) -> _Said:
         children.append(self.enter(type(value)))
         attributes, slots = read_insides(value)
-        names = None if attributes is None else names_told(value, attributes)
+        told = None if attributes is None else names_told(value, attributes)
+        names = None if told is None else self._split([*told], children)
         # no copy of the dict: it would count as another holder of what is in it
-        held = self._split([(attributes or {})[name] for name in names or ()], children)
+        held = self._split([(attributes or {})[name] for name in told or ()], children)
         return "object", (names, held, [*slots], self._split([*slots.values()], children))
 
     def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Said:

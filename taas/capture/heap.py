@@ -435,6 +435,7 @@ _MEMBERS = ("__defaults__", "__kwdefaults__", "__self__")
 _ADVICE = {
     "generator": "make it inside the cell, or a list of it before",
     "coroutine": "await it before the cell, or inside it",
+    "memoryview": "make it inside the cell, from what it looks into",
     **dict.fromkeys(("TextIOWrapper", "BufferedReader", "BufferedWriter"), "open it inside the cell"),
     **dict.fromkeys(("Connection", "socket"), "connect inside the cell"),
     **dict.fromkeys(

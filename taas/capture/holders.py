@@ -141,6 +141,8 @@ def _held(module: types.ModuleType, way: str) -> tuple[Any, str]:
 def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module, and of the classes that it defines; those of an enumeration never change."""
     for name, value in list(vars(holder).items()):
+        if not isinstance(name, str):  # a program has written into its ``vars``
+            continue
         # ``__str__`` can be put into a class, too
         is_method = begins and isinstance(value, types.FunctionType)
         if (name.startswith("__") and not is_method) or not name.isidentifier():

@@ -25,6 +25,7 @@ from taas.capture.process_own import is_of_process, refuse
 from taas.capture.reading import (
     ATOMS,
     FILES,
+    VIEWS,
     MissingModule,
     Reading,
     container_reader,
@@ -41,6 +42,7 @@ from taas.capture.reading import (
     read_proxy,
     read_reduced,
     read_reference,
+    read_view,
 )
 from taas.capture.tensors import (
     array_reader,
@@ -71,6 +73,7 @@ class Reader:
             types.FunctionType: self._function,
             **dict.fromkeys(FILES, read_file),
             **dict.fromkeys(weakref.ProxyTypes, read_proxy),
+            **dict.fromkeys((*VIEWS, types.MappingProxyType), read_view),
             types.MethodType: self._method,
             **READERS,
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
@@ -132,7 +135,7 @@ class Reader:
         return {
             id(value): name
             for name, value in [*there.items()]
-            if getattr(type(value), "__module__", "") == module
+            if getattr(type(value), "__module__", "") == module and isinstance(name, str)
         }
 
     def _reader_of_object(self, cls: Any) -> _ReaderOf:

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import copyreg
 import functools
+import gc
 import importlib
 import io
 import operator
@@ -341,6 +342,27 @@ def _make(cls: Any, maxlen: Any) -> Any:
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
     set_insides(value, state[:2])
     _family(type(value)).put(value, state[2])  # type: ignore[arg-type]
+
+
+VIEWS = {
+    type(getattr(base(), name)()): (base, name)
+    for base in (dict, collections.OrderedDict)
+    for name in ("keys", "values", "items")
+}
+"""Which method of which class makes a view of a dict."""
+
+
+def read_view(view: Any) -> Reading:
+    """Read a view of a dict, or a read-only one: it goes on showing what is in it, so it travels with it."""
+    (mapping,) = gc.get_referents(view)
+    if type(view) is types.MappingProxyType:
+        return Reading(types.MappingProxyType, (mapping,))
+    base, name = VIEWS[type(view)]
+    return Reading(_make_view, (base, name, mapping))
+
+
+def _make_view(base: Any, name: str, mapping: Any) -> Any:
+    return getattr(base, name)(mapping)
 
 
 def read_reference(reference: Any) -> Reading:

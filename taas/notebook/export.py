@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taas.capture.cells import is_of_ipython, python_of
+from taas.capture.cells import python_of
 from taas.capture.setup_cells import SetupCell
 from taas.errors import EngineError
 from taas.import_hooks import loaded
@@ -126,7 +126,6 @@ def main(folder: str, to: str) -> None:
     unpack(fd, vars(home), Path(record.project), DeliveredLoader)
     payload, there = Payload(fd), vars(home)
     names = {name: there[name] for name in payload.header.names if name in there}
-    names = {name: value for name, value in names.items() if not is_of_ipython(name, value)}
     typed = payload.contents["history"].get("typed", [])
     setup = [_HEADER.sub("", SetupCell._make(cell).text) for cell in payload.contents["setup"]]
     written = _Program(record, names, _bindings(typed), os.path.relpath(to, record.project), setup)
