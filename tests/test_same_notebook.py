@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ for i in range(3):
 del loss
 """
 
+NOTED = "__annotate__(1)" if sys.version_info >= (3, 14) else "__annotations__"
+"""The annotations of names that a cell has bound; from Python 3.14 on a function makes them."""
 TORCH = "import torch, torch.nn as nn\n"
 CALLED = "seen = []\ndef note(*what): seen.append(len(seen))\n"
 HELPER = "import ctypes, logging, threading\nlock = threading.Lock()\nlog = logging.getLogger(__name__)\nlibc = ctypes.CDLL(None)\ncounter = 1\nout = open('out.txt', 'w')\nheld = {'lock': lock, 'n': 1}\nclass Bad:\n    lock, n = lock, 1\n    def __reduce__(self): raise RuntimeError('no')\nbad = Bad()\n"
@@ -152,7 +155,7 @@ ROWS = [
     P("project module", ("import model\nnet = model.Thing(3)",), "net.n += 1; other = model.Thing(net.n); r = model.double(2)", "isinstance(other, model.Thing), type(net) is model.Thing", (("model.py", "class Thing:\n    def __init__(self, n): self.n = n\ndef double(x): return 2 * x\n"),)),
     P("data of a project's module", ("import helper\nfrom helper import cfg\nhelper.counter = 41; cfg['lr'] = [1]; keep = helper.things",), "helper.counter += 1; cfg['lr'].append(2); helper.things.append(helper.lr()); helper.new = [helper.things]; del helper.old; r = helper.bump()", "helper.counter, helper.cfg is cfg, cfg, helper.things is keep, keep, helper.new[0] is keep, hasattr(helper, 'old'), helper.bump()", (("helper.py", "import threading\ncounter = 0\nold = 1\ncfg = {}\nthings = []\nlock = threading.Lock()\ndef bump():\n    global counter\n    counter += 1\n    return counter\ndef lr(): return cfg['lr']\n"),)),
     P("data of a module that an earlier cell only imported", ("import helper; helper.counter = 5; del helper",), "from helper import counter as r", "r", (("helper.py", "counter = 0\n"),)),
-    P("classes of the project's modules", ("import helper\nfrom helper import Model\nm = Model(); helper.Other.count = 5; helper.Other.f = lambda self: 'patched'",), "n = helper.Model(); r = Model.count, helper.Other().f(), helper.Other.count; helper.Model.items.append(Model); Model.run = lambda self: 'mine'; Model.__str__ = lambda self: 'Me'; helper.Other.Inner.inside += 1; helper.Other.new = n; del Model.gone; q = helper.make()", "Model.count, r, m.run(), n.run(), str(n), Model.items, helper.Other.Inner.inside, helper.Other.new is n, hasattr(Model, 'gone'), helper.Other().f(), Model.p.fget(m), helper.Kind.A.value, helper.make()", (("helper.py", "import abc, enum\nclass Kind(enum.Enum): A = 1\nclass Model(abc.ABC):\n    count = gone = 0; items = []\n    __slots__ = ('x', '__dict__')\n    def __init__(self): Model.count += 1\n    def run(self): return 'run'\n    @property\n    def p(self): return self.count\nclass Other:\n    count = 0\n    def f(self): return 'f'\n    class Inner: inside = 1\ndef make(): Model(); return Model.count, Other.count\n"),)),
+    P("classes of the project's modules", ("import helper\nfrom helper import Counted\nm = Counted(); helper.Other.count = 5; helper.Other.f = lambda self: 'patched'",), "n = helper.Counted(); r = Counted.count, helper.Other().f(), helper.Other.count; helper.Counted.items.append(Counted); Counted.run = lambda self: 'mine'; Counted.__str__ = lambda self: 'Me'; helper.Other.Inner.inside += 1; helper.Other.new = n; del Counted.gone; q = helper.make()", "Counted.count, r, m.run(), n.run(), str(n), Counted.items, helper.Other.Inner.inside, helper.Other.new is n, hasattr(Counted, 'gone'), helper.Other().f(), Counted.p.fget(m), helper.Kind.A.value, helper.make()", (("helper.py", "import abc, enum\nclass Kind(enum.Enum): A = 1\nclass Counted(abc.ABC):\n    count = gone = 0; items = []\n    __slots__ = ('x', '__dict__')\n    def __init__(self): Counted.count += 1\n    def run(self): return 'run'\n    @property\n    def p(self): return self.count\nclass Other:\n    count = 0\n    def f(self): return 'f'\n    class Inner: inside = 1\ndef make(): Counted(); return Counted.count, Other.count\n"),)),
     P("modules that hold what cannot travel", ("import helper\nhelper.counter = 41; here = helper.lock, helper.out, helper.held, helper.bad, helper.Bad.lock",), "with helper.lock:\n    helper.counter += helper.libc is not None; helper.Bad.n += 1", "helper.counter, [a is b for a, b in zip(here, (helper.lock, helper.out, helper.held, helper.bad, helper.Bad.lock))], helper.held['n'], helper.Bad.n, helper.out.close()", (("helper.py", HELPER),)),
     P("a module of the project that the cell imports", ("n = 1",), "import helper\nhelper.counter += n", "helper.counter, helper.lock.locked()", (("helper.py", HELPER),)),
     P("state of a module's wrapper", ("from helper import counted\n@counted\ndef f(): return 1\nf()",), "f(); r = f.calls, f.log", "r, f(), f.calls, f.log", (("helper.py", "def counted(f):\n    n = 0\n    def w():\n        nonlocal n\n        n += 1; w.calls += 1; w.log.append(n)\n        return f()\n    w.calls, w.log = 0, []\n    return w\n"),)),
@@ -193,7 +196,10 @@ ALONE = [
     P("cell magic below the header", ("n = 3\ndef f(x): return x * n",), "%%time\nz = f(n)"),
     P("last expression", ("n = 3",), "[n, n + 1]"),
     P("imported from the future", ("from __future__ import annotations\nn = 1",), "class A:\n    def copy(self, other: Missing) -> A: return n\nr = A().copy(1)", "A.copy.__annotations__, r"),
-    P("annotated names", ("n: int = 1",), "m: float = n / 2\nseen = sorted(__annotations__)", "__annotations__"),
+    P("annotated names", ("n: int = 1",), f"m: float = n / 2\nseen = sorted({NOTED})", NOTED),
+    P("annotations of a class, asked for in the cell", ("class K: pass\nclass A:\n    k: K\n    def f(self, k: K) -> 'K': return k",), "r = A.__annotations__['k'] is K, A.f.__annotations__['k'] is K\nclass B(A):\n    a: A", "r, B.__annotations__['a'] is A, A.__annotations__['k'] is K, A.f.__annotations__"),
+    P("annotations of a class, asked for later", ("from typing import get_type_hints\nclass K: pass\nclass A:\n    k: 'K'\n    def __init__(self): self.n = 1\na = A()",), "a.n += 1\nclass B:\n    a: A = a\n    later: 'Late'\nb = B()", "class Late: pass\nget_type_hints(B), get_type_hints(A), type(b.a) is A, a.n"),
+    P("annotations that the cell sets", ("def f(x: int): return x\nclass A:\n    n: int = 1",), "f.__annotations__ = {'x': str}; A.__annotations__ = {'m': float}\ndef g(): pass\ng.__annotations__['y'] = int", "f.__annotations__, A.__annotations__, g.__annotations__"),
     P("names that IPython has", ("open = 3; display = [1]; exit = 'no'",), "display.append(open); exit += '!'; quit = 4", "open, display, exit, quit"),
     P("a class of the user's called Out", ("class Out:\n    n = 1\n    def get(self): return self.n\nout = Out()",), "Out.n = 5; r = isinstance(out, Out), Out().get()", "Out.n, r, type(out) is Out, out.get()"),
     P("In is the user's", ("In = ['a', 1]",), "In.append(2); n = len(In)", "In, n, _i1 == get_ipython().history_manager.input_hist_raw[1]"),

@@ -5,7 +5,8 @@ Other than with cloudpickle
 * a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees what
   the cell rebinds and ``global`` works; one that a module has made, on that module's;
 * closures that share a variable go on sharing it: cells travel as objects;
-* a class is its attributes: one that is known gets those that are others, in place.
+* a class is its attributes: one that is known gets those that are others, in place;
+* annotations of Python 3.14 are made by a function, which travels as any other and looks into the class where it arrives.
 
 ``tests/test_capture_code.py`` fails on a release of cloudpickle whose private parts have other shapes.
 """
@@ -16,6 +17,7 @@ import contextlib
 import dis
 import enum
 import functools
+import gc
 import sys
 import types
 import typing
@@ -34,9 +36,10 @@ TESTED_CLOUDPICKLE = "3.1"
 _LAZY_ANNOTATIONS = sys.version_info >= (3, 14)
 _NOTHING = object()
 _PYTHONS_OWN = {
-    "__dict__", "__weakref__", "__module__", "__slots__", "__slotnames__", "_abc_impl", "__annotate_func__",
-    "__classdictcell__",
+    "__dict__", "__weakref__", "__module__", "__slots__", "__slotnames__", "_abc_impl", "__classdictcell__",
 }  # fmt: skip
+_ANNOTATE = "__annotate_func__"
+"""What makes a class's annotations, from Python 3.14 on; None once somebody has asked a class without any."""
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -94,6 +97,24 @@ def _new_cell() -> types.CellType:
     return types.CellType()
 
 
+def _dict_of(cls: type) -> dict[str, Any]:
+    """Return the dict that a class has its attributes in, which ``vars`` shows read-only."""
+    found: dict[str, Any] = gc.get_referents(vars(cls))[0]
+    return found
+
+
+def _class_with(attributes: Any) -> type | None:
+    """Return the class that has its attributes in this very dict: what makes annotations looks names up there."""
+    if type(attributes) is not dict or "__module__" not in attributes:
+        return None
+    own = (one.__objclass__ for one in attributes.values() if isinstance(one, _DESCRIPTORS))
+    return next((cls for cls in own if _dict_of(cls) is attributes), None)
+
+
+def _look_into_class(cell: types.CellType, contents: tuple[type]) -> None:
+    cell.cell_contents = _dict_of(*contents)
+
+
 def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
     if contents:
         cell.cell_contents = contents[0]
@@ -108,6 +129,8 @@ def read_cell(cell: types.CellType) -> Reading:
         contents: tuple[Any, ...] = (cell.cell_contents,)
     except ValueError:
         contents = ()
+    if _LAZY_ANNOTATIONS and contents and (cls := _class_with(contents[0])) is not None:
+        return Reading(_new_cell, (), _look_into_class, (cls,))
     return Reading(_new_cell, (), _fill_cell, contents)
 
 
@@ -120,7 +143,6 @@ def _make_function(code: types.CodeType, namespace: dict[str, Any], closure: Any
 
 _OF_FUNCTIONS = (
     "__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__",
-    "__annotate__" if _LAZY_ANNOTATIONS else "__annotations__",
     *(("__type_params__",) if sys.version_info >= (3, 12) else ()),
 )  # fmt: skip
 
@@ -128,7 +150,9 @@ _OF_FUNCTIONS = (
 def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Reading:
     """Read a function whose globals are ``namespace``, which the receiver knows as its own."""
     arguments = (function.__code__, namespace, function.__closure__)
-    insides = read_insides(function, *_OF_FUNCTIONS)
+    made_when_asked = _LAZY_ANNOTATIONS and function.__annotate__ is not None  # type: ignore[attr-defined]
+    annotations = "__annotate__" if made_when_asked else "__annotations__"
+    insides = read_insides(function, *_OF_FUNCTIONS, annotations)
     return Reading(_make_function, arguments, set_insides, insides, _change_code)
 
 
@@ -176,7 +200,8 @@ def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
 
 def _is_made_by_python(cls: type, name: str) -> bool:
     """Tell whether Python made an attribute of a class, and makes it where the class is made anew."""
-    return name in _PYTHONS_OWN or isinstance(vars(cls)[name], _DESCRIPTORS)
+    value = vars(cls)[name]
+    return name in _PYTHONS_OWN or isinstance(value, _DESCRIPTORS) or (name == _ANNOTATE and value is None)
 
 
 def read_class(cls: type) -> Reading | None:
@@ -198,6 +223,8 @@ def read_class(cls: type) -> Reading | None:
         if typing.NamedTuple not in vars(cls).get("__orig_bases__", ()) and "__slots__" in vars(cls):
             keywords["__slots__"] = vars(cls)["__slots__"]
         arguments = meta, name, bases, keywords, *rest
+    elif (annotate := vars(cls).get(_ANNOTATE)) is not None:  # of an enumeration
+        attributes = {**told, _ANNOTATE: annotate}
     return Reading(make, arguments, _set_class, (attributes,), _keep_class)
 
 

@@ -18,6 +18,7 @@ import functools
 import inspect
 import linecache
 import re
+import sys
 import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -414,9 +415,17 @@ def _uses_names(cls: type) -> bool:
 
 def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
     """Return the words of annotations that are texts: ``typing.get_type_hints`` looks them up as names."""
-    if getattr(code, "__annotate__", None) is not None:  # made where somebody asks (Python 3.14), by code
-        return set()
-    annotations = vars(code).get("__annotations__") if isinstance(code, type) else code.__annotations__
+    is_class = isinstance(code, type)
+    if sys.version_info >= (
+        3,
+        14,
+    ):  # code makes them, where somebody asks; asking a class leaves a mark in it
+        annotate = vars(code).get("__annotate_func__") if is_class else code.__annotate__  # type: ignore[union-attr]
+        if isinstance(annotate, types.FunctionType):
+            said = {text for text in annotate.__code__.co_consts if isinstance(text, str)}
+            named = vars(code) if is_class else code.__code__.co_varnames  # type: ignore[union-attr]
+            return _words_of(*said.difference(named))
+    annotations = vars(code).get("__annotations__") if is_class else code.__annotations__
     return _words_of(*(text for text in (annotations or {}).values() if isinstance(text, str)))
 
 

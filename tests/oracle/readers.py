@@ -77,6 +77,7 @@ def _function(describer: Describer, number: int, function: types.FunctionType) -
         *(
             (f" closure {n}", c)
             for n, c in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if n != "__classdict__"  # the dict of a class, which is described by itself
         ),
         *_attributes(function),
     ]
