@@ -53,6 +53,19 @@ def book(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Notebook]:
         notebook.close()
 
 
+def test_setup_cells_go_with_the_names(book: Notebook) -> None:
+    """VMs of a cluster run them, too; a run that is started again runs them again."""
+    book.good(
+        "#pragma taas --setup\nimport codecs\ncodecs.register_error('far', lambda error: ('?', error.end))"
+    )
+    book.good(
+        "#!g2.1\n#pragma taas --gpus 2 --max-restarts 1\nimport os\n"
+        "far = 'ä'.encode('ascii', 'far'), os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "if far[1] == '0' and os.environ['RANK'] == '1': os.kill(os.getpid(), 9)"
+    )
+    assert book.value("far") == "(b'?', '1')"
+
+
 def test_names_files_and_a_loss(book: Notebook) -> None:
     """Names of several windows' size arrive whole, and rank 0's files; a rank that is killed is started again.
 
