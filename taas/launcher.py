@@ -92,7 +92,9 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue
         check_memory(spec.world_size)
     known = registered(shell.user_ns)
     loaders = known if spec.data_vms else []
-    names = partial(capture, cell, shell.user_ns, shell, project=project, returned=spec.returned)
+    names = partial(
+        capture, cell, shell.user_ns, shell, project=project, returned=spec.returned, size=spec.world_size
+    )
     with delivering(loaders), ExitStack() as captures:
         kept = left.names if left else None
         anew = [entry.loader for entry in known]

@@ -25,8 +25,9 @@ from taas.capture.capturing import Capture, Kept, capture
 from taas.capture.cells import check_syntax, python_of
 from taas.capture.libraries import wait_for_devices
 from taas.capture.payload import PayloadHeader, check_versions, peek
+from taas.capture.process_bound import Place
 
 __all__ = [
-    "NOTHING", "Applied", "Arrival", "Capture", "Kept", "PayloadHeader", "arrive", "capture", "check_syntax", "check_versions",
+    "NOTHING", "Applied", "Arrival", "Capture", "Kept", "PayloadHeader", "Place", "arrive", "capture", "check_syntax", "check_versions",
     "peek", "python_of", "rebind_answer", "wait_for_devices",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from taas.capture.import_draws import drawing_nothing, note_imported
 from taas.capture.libraries import join_devices
 from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.payload import Payload
+from taas.capture.process_bound import remember_shares, remember_unwrapped, settle
 from taas.capture.reader import Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
 from taas.capture.tensors import ONLY_A_SHARD
@@ -154,6 +155,7 @@ class _Incoming:
             if why is not None and Lost(why) not in self._lost:
                 self._lose(why)
         changed = self._change_in_place(held_back)
+        self._settle(changed)
         for name in contents["deleted"]:
             self._namespace.pop(name, None)
         applied.deleted += contents["deleted"]
@@ -172,6 +174,20 @@ class _Incoming:
         applied.own = [*contents["own"], *unbound]
         applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
         return applied
+
+    def _settle(self, changed: list[int]) -> None:
+        """Let what has come find out which process this is; remember what was rank 0's, or had a wrapper."""
+        made, contents, lost = self._made, self._contents, self._builder.lost
+        new = [made[n] for n in (*contents["states"], *changed) if n in made and n not in lost]
+        try:
+            settle(new)
+        except Exception as error:
+            self._lose("what a library keeps of its process", f"{type(error).__name__}: {error}")
+        remember_shares(new, contents["ranks"])
+        there = [
+            (o, m, name) for o, m, name in contents["unwrapped"] if {o or m, m} <= made.keys() - lost.keys()
+        ]
+        remember_unwrapped((None if o is None else made[o], made[m], name) for o, m, name in there)
 
     def _held_back(self) -> set[int]:
         """Return the numbers of what stays as it was, since a part of it cannot be rebuilt here, and say so."""

@@ -27,6 +27,8 @@ from taas.capture.import_draws import imported_after, last_imported, put_back_dr
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, view_of
 from taas.capture.payload import Payload, write_file
+from taas.capture.process_bound import Place, is_container, settle
+from taas.capture.process_bound_libraries import renews
 from taas.capture.process_own import left_attributes
 from taas.capture.process_state import ProcessState, not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
@@ -46,7 +48,13 @@ class Arrival:
     left_before: dict[str, LeftOut]  # this, and what else has this name, is of right before the cell
 
     def __init__(
-        self, fd: int, namespace: dict[str, Any], *, device: str | None, before: Arrival | None = None
+        self,
+        fd: int,
+        namespace: dict[str, Any],
+        *,
+        device: str | None,
+        before: Arrival | None = None,
+        place: Place | None = None,
     ) -> None:
         self._fd = os.dup(fd)
         self.payload = Payload(self._fd)
@@ -71,6 +79,7 @@ class Arrival:
         self.project: str = contents["project"]
         self.returned: set[str] | None = None if contents["returned"] is None else set(contents["returned"])
         self.state = ProcessState(contents["process state"], device)
+        self.place = place
         self.cell_numbers: dict[str, int] = {}
         self._beside: dict[str, Any] = {}
         self._of_setup: dict[str, Any] = before._of_setup if before is not None else {}
@@ -251,6 +260,8 @@ class CellChanges:
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
             "imported": imported_after(arrival.last_module_before),
             "there": [n for n, value in self._visible.items() if not arrival.is_of_setup(n, value)],
+            "ranks": 1 if arrival.place is None else arrival.place.size,
+            "unwrapped": self._unwrapped(),
             "own": [name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound],
             **self._told_of_names(),
         }
@@ -297,6 +308,33 @@ class CellChanges:
             "wrapped": [name for name, item in visible if is_wrapper(type(item))],
             "sharded": [name for name, item in visible if holds_shards(item)],
         }
+
+    def _unwrapped(self) -> list[tuple[int | None, int, str]]:
+        """Return what the notebook gets without its parallel wrapper.
+
+        That is in what it is (None: under a name, or in containers), its number, and what wrapped it.
+        """
+        heap = self._heap
+        wrappers = [n for n, value in enumerate(heap.objects) if is_wrapper(type(value)) and heap.states[n]]
+        if not wrappers:
+            return []
+        holders: dict[int, list[int]] = {}
+        for n, state in enumerate(heap.states):
+            for child in (state or NO_STATE)[2]:
+                holders.setdefault(child, []).append(n)
+        named = {*self._roots.values()}
+        found: list[tuple[int | None, int, str]] = []
+        for wrapper in wrappers:
+            what = (heap.states[wrapper] or NO_STATE)[2][0], type(heap.objects[wrapper]).__name__
+            reached = [wrapper]
+            for n in reached:  # grows
+                found += [(None, *what)] if n in named else []
+                for holder in {*holders.get(n, ())} - {NAMESPACE, *reached}:
+                    if is_container(heap.objects[holder]):
+                        reached.append(holder)
+                    elif not renews(heap.objects[holder]):
+                        found.append((holder, *what))
+        return found
 
     def _process_state(self) -> dict[str, Any] | None:
         if self._arrival.returned is not None:
@@ -429,13 +467,15 @@ def arrive(
     device: str | None,
     project: Path | None = None,
     before: Arrival | None = None,
+    place: Place | None = None,
 ) -> Arrival:
     """Unpack a payload in a rank. One whose names will be sent back has to be marked before the cell runs.
 
     CUDA tensors land on ``device``; ``cuda``: where they were; None: in host memory. ``before``, of this process' last cell, is
-    closed. Raises :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where an object cannot be rebuilt.
+    closed. ``place`` is which rank this is. Raises :class:`VersionMismatch` before anything is unpickled,
+    :class:`CaptureError` where an object cannot be rebuilt.
     """
-    arrival = Arrival(fd, namespace, device=device, before=before)
+    arrival = Arrival(fd, namespace, device=device, before=before, place=place)
     _load_with_state(arrival, project)
     if device is not None:
         join_devices_at_first_step()
@@ -449,9 +489,26 @@ def _load_with_state(arrival: Arrival, project: Path | None, *, for_data: bool =
     arrival.run_setup_cells()
     with no_collection():
         builder = arrival.load(for_data=for_data)
+    _settle(arrival, builder, without_gpu=for_data)
     arrival.state.put()
     go_to_ends()
     return builder
+
+
+def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) -> None:
+    """Let what has come find out which process this is; before random states are put, as it may draw."""
+    new = [builder.made[n] for n in builder.states if n in builder.made and n not in builder.lost]
+    shares = [
+        builder.made[n] for n in arrival.contents["shares"] if n in builder.made and n not in builder.lost
+    ]
+    try:
+        wrapped = arrival.contents["wrapped"]
+        settle(new, shares, arrival.place, without_gpu=without_gpu, wrapped=wrapped)
+    except Exception as error:
+        raise CaptureError(
+            f"what a library keeps of its process cannot be found out again in the ranks: {type(error).__name__}: "
+            f"{error}. Make such objects (an Accelerator, a Trainer, a Fabric) in this cell."
+        ) from error
 
 
 def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
@@ -485,7 +542,7 @@ def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) ->
     before = {name: namespace[name] for name in arrival.names if name in namespace}
     try:
         with no_collection():
-            arrival.load()
+            _settle(arrival, arrival.load())
         applied = apply_answer(answer_fd, namespace, arrival.heap, arrival.memory.stretches)
     except BaseException:
         for name in arrival.names:

@@ -50,13 +50,15 @@ from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.names import ANY, Needs, names_used_by, needs_of
 from taas.capture.payload import check_room, write_file
+from taas.capture.process_bound import fit_of, shares_among, words_that_run
 from taas.capture.process_own import left_attributes
+from taas.capture.rank_values import rank_values, remember_rank_values
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
 from taas.capture.setup_cells import setup_cells
 from taas.delivery.registered import loaders_delivered
 from taas.errors import CaptureError, HeaderError
-from taas.import_hooks import AUTORELOAD, note_files
+from taas.import_hooks import AUTORELOAD, attributes_of, loaded, note_files
 from taas.wording import first_line, shown, size_in_words
 
 if TYPE_CHECKING:
@@ -108,6 +110,9 @@ class Capture:
         self._detached: list[str] = []
         self._without: list[str] = []
         self._too_large: list[str] = []
+        self._unfit: list[str] = []
+        self._run_of = "", 1  # the cell, and how many ranks run it
+        self._wraps = False
         self._pack(places, for_data=for_data)
 
     def __enter__(self) -> Capture:
@@ -132,6 +137,9 @@ class Capture:
         """Do to the notebook what the cell did to rank 0: objects in place, names rebound. The descriptor stays open."""
         set_apart(self._edited)
         self._applied = apply_answer(answer_fd, self._namespace, self.heap, self._memory, self._loaded)
+        cell, size = self._run_of
+        if size > 1:
+            remember_rank_values(cell, self._namespace)
         return self._applied
 
     def kept(self) -> Kept:
@@ -293,6 +301,37 @@ class Capture:
                 self._detached += [name] * any(not t.is_leaf for memory in new for t in memory.tensors)
         return error
 
+    def check_fit(self, cell: str, size: int) -> None:
+        """Note what of the names does not fit a run of ``size`` ranks.
+
+        Raises :class:`CaptureError` for what is surely needed, and of no use in these ranks.
+        """
+        self._run_of = cell, size
+        codes = [code for name in self._reached() for code in _codes_of_module(name)]
+        words = words_that_run(self._needs.words, [*self.heap.codes(), *codes])
+        meant = self._roots.keys() - self._needs.others
+        roots = {name: n for name, n in self._roots.items() if name in meant}
+        delivered = {id(loader) for loader in loaders_delivered()}
+        fit = fit_of(self.heap, roots, delivered, size, words)
+        for name, why in fit.useless.items():
+            if name in self._needs.sure:
+                raise CaptureError(f"{name} {why} Nothing was started.")
+            self._unfit.append(f"{name} {why}")
+        self._unfit += fit.lines
+        self._wraps = fit.wraps
+        of_rank = [name for name in rank_values(self._namespace, _names_bound_by) if name in roots]
+        of_rank = [name for name in of_rank if not self._has_share(roots[name])]
+        if of_rank and size > 1:
+            self._unfit.append(
+                f"{', '.join(of_rank)}: rank 0's, in every rank. Make {'it' if len(of_rank) == 1 else 'them'} in this "
+                "cell, or use --keep."
+            )
+
+    def _has_share(self, root: int) -> bool:
+        """Tell whether an object has a part that says itself of which rank it is."""
+        objects = self.heap.objects
+        return any(True for _ in shares_among(objects[n] for n in self.heap.reached([root])))
+
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
         """Write them into a file, with what the ranks have to know beside them; raises :class:`CaptureError` without memory for it."""
         check_room(self._sizes)
@@ -319,6 +358,8 @@ class Capture:
             "roots": self._in_order_of_binding(self._roots),
             "for data": self._names_for_data(),
             "places": self._places,
+            "wrapped": self._wraps,
+            "shares": [heap.number[id(value)] for value, *_ in shares_among(heap.objects[first:])],
             "first": first,
             "states": heap.states[first:],
             "held": self._held.told(self._roots),
@@ -367,6 +408,7 @@ class Capture:
         found += [
             f"{told}: each process has its own, so the ranks do without." for told in few_words_of(parted)
         ]
+        found += self._unfit
         if unwrapped := sorted(self._held.kept.wrapped & self._roots.keys()):
             found.append(
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "
@@ -419,8 +461,9 @@ def capture(
     kept: Kept | None = None,
     anew: Iterable[Any] = (),
     for_data: bool = False,
+    size: int = 1,
 ) -> Capture:
-    """Capture the names that a cell needs.
+    """Capture the names that a cell needs, for a run of ``size`` ranks.
 
     ``returned`` names come back; None for all that changed. ``kept`` is what the ranks hold; what is in ``anew`` travels all the same.
     ``for_data``: data processes unpack it, too, and find in it all that the loaders that are being delivered need.
@@ -445,9 +488,23 @@ def capture(
         captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
         while held.let_go(captured.heap):  # what travels has parts of them
             captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
+        captured.check_fit(cell, size)
         told = None if returned is None else list(returned)
         captured.write(shell, future=future, extensions=extensions, returned=told)
         return captured
+
+
+def _names_bound_by(cell: str) -> set[str] | None:
+    """Return the names that a cell may bind; None if any may be."""
+    return needs_of(cell, {}).binds
+
+
+def _codes_of_module(name: str) -> list[types.CodeType]:
+    """Return the codes of the functions, and methods, of a module."""
+    held = [*attributes_of(loaded(name)).values()]
+    methods = [vars(value) for value in held if isinstance(value, type) and value.__module__ == name]
+    held += [value for method in methods for value in method.values()]
+    return [value.__code__ for value in held if isinstance(value, types.FunctionType)]
 
 
 def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[str]) -> None:
@@ -634,6 +691,6 @@ def _bound_since(kept: Kept) -> set[str]:
     found: set[str] = set()
     for cell in typed_cells()[kept.cells : -1]:
         with contextlib.suppress(SyntaxError):
-            binds = needs_of(cell, {}).binds
+            binds = _names_bound_by(cell)
             found |= kept.names.keys() if binds is None else binds
     return found

@@ -21,6 +21,8 @@ from taas.capture.code_by_value import (
 )
 from taas.capture.holders import reader_of_holders, reader_of_module
 from taas.capture.libraries import library_reader
+from taas.capture.process_bound import with_shared
+from taas.capture.process_bound_libraries import bound_reader
 from taas.capture.process_own import is_of_process, refuse
 from taas.capture.reading import (
     ATOMS,
@@ -52,7 +54,7 @@ from taas.capture.tensors import (
     tensor_reader,
 )
 from taas.delivery.registered import delivers, reduce_registered
-from taas.import_hooks import attributes_of, loaded
+from taas.import_hooks import attribute_of, attributes_of, loaded
 
 _ReaderOf = Callable[[Any], Reading | None]
 
@@ -114,6 +116,7 @@ class Reader:
         reader = self._reader_of_object(cls)
         if reader == self._by_protocol:
             self._asked.add(cls)
+        reader = with_shared(cls, reader, self._is_of_project)
         module = cls.__module__
         if module not in sys.modules or module in ("__main__", "builtins") or issubclass(cls, enum.Enum):
             return reader
@@ -127,11 +130,16 @@ class Reader:
 
         return read
 
+    def _is_of_project(self, module: str) -> bool:
+        """Tell whether a module is the project's: its data, and those of its classes, are the notebook's."""
+        file = attribute_of(module, "__file__") or ""
+        below = bool(self._project) and file.startswith(self._project + "/")
+        return below and "site-packages" not in Path(file).parts
+
     def _held_by(self, module: str) -> dict[int, str]:
+        if self._is_of_project(module):
+            return {}
         there = attributes_of(sys.modules[module])
-        file = there.get("__file__") or ""
-        if self._project and file.startswith(self._project + "/") and "site-packages" not in Path(file).parts:
-            return {}  # its data are the notebook's
         return {
             id(value): name
             for name, value in [*there.items()]
@@ -141,7 +149,7 @@ class Reader:
     def _reader_of_object(self, cls: Any) -> _ReaderOf:
         if cls in self._table:
             return self._by_protocol
-        reader = container_reader(cls) or library_reader(cls, answers=self._unwrap)
+        reader = bound_reader(cls) or container_reader(cls) or library_reader(cls, answers=self._unwrap)
         if reader is not None:
             return reader
         if issubclass(cls, BaseException) and not isinstance(cls.__reduce__, types.FunctionType):

@@ -173,7 +173,10 @@ class Prepared:
             from taas.delivery import loader
 
             loader.connect(order.delivery, start.rank, order.host)
-        self.arrival = capture.arrive(payload, self.shell.user_ns, device=self.device, before=self.arrival)
+        place = capture.Place(start.rank, order.cell.spec.world_size)
+        self.arrival = capture.arrive(
+            payload, self.shell.user_ns, device=self.device, before=self.arrival, place=place
+        )
         self.shell.execution_count = order.cell.execution_count
         self.arrival.dress(self.shell)
         answer_requests(Path(staged.output) / str(start.rank), self.arrival.cell_numbers)

@@ -1,0 +1,144 @@
+"""Plain values that a cell made of its rank: ``rank``, ``device``, ``files[rank::world_size]``.
+
+Such a value comes back as rank 0 has it, and nothing in it says so. In a later headed cell every
+rank would take rank 0's: ``if rank == 0`` holds in all of them. So the notebook remembers which
+names a cell has bound by expressions with the rank in them, and a later cell with several ranks
+that reads one gets a line.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from taas.capture.cells import python_of
+from taas.capture.code_by_value import words_in
+from taas.import_hooks import attribute_of
+
+_RANK = frozenset({
+    "get_rank", "get_local_rank", "get_node_local_rank", "global_rank", "local_rank", "node_rank", "RANK", "LOCAL_RANK",
+    "process_index", "local_process_index", "is_main_process", "is_local_main_process", "is_global_zero",
+})  # fmt: skip
+"""Names, attributes and variables of the environment that say which rank a process is."""
+_CHOOSE = {
+    "ConcatDataset", "DataLoader", "Subset", "TensorDataset", "enumerate", "get", "getenv", "int", "islice", "list", "range",
+    "select", "shard", "slice", "sorted", "take", "tuple",
+}  # fmt: skip
+"""Functions that choose parts of data, or hand on what is chosen."""
+_OF_DATA = re.compile(r"Dataset|Subset|Loader|Sampler")
+
+_known: dict[str, tuple[Any, int]] = {}
+"""In a notebook: names whose value is rank 0's, that value, and how many cells there were then."""
+
+
+def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
+    """In a notebook, once a cell of several ranks has ended: note which of its names are rank 0's."""
+    with contextlib.suppress(SyntaxError):
+        for name, is_part in names_of_rank(cell, namespace).items():
+            if name in namespace and _may_be_of_rank(namespace[name], is_part=is_part):
+                _known[name] = namespace[name], len(namespace.get("In", ()))
+
+
+def rank_values(namespace: dict[str, Any], binds: Callable[[str], set[str] | None]) -> Iterator[str]:
+    """Yield the names whose value is rank 0's still; ``binds`` tells what a cell may bind, None for any name."""
+    for name, (value, cells) in [*_known.items()]:
+        since = [_bound_by(cell, binds) for cell in namespace.get("In", ())[cells:-1]]
+        if namespace.get(name, _known) is value and not any(b is None or name in b for b in since):
+            yield name
+        else:
+            del _known[name]
+
+
+def _bound_by(cell: str, binds: Callable[[str], set[str] | None]) -> set[str] | None:
+    try:
+        return binds(cell)
+    except SyntaxError:
+        return set()
+
+
+def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
+    """Tell whether a value made with the rank says it, or is a part that it has chosen (``is_part``)."""
+    device = attribute_of("torch", "device", ())
+    if isinstance(value, device):
+        return value.index is not None
+    if isinstance(value, (bool, int, str)):
+        return True
+    return is_part and (
+        isinstance(value, (list, tuple, range)) or bool(_OF_DATA.search(type(value).__name__))
+    )
+
+
+def names_of_rank(cell: str, namespace: dict[str, Any]) -> dict[str, bool]:
+    """Return the names that a cell binds by expressions with the rank, and whether it chooses a part by it."""
+    said = {
+        name
+        for name, value in namespace.items()
+        if isinstance(value, types.FunctionType) and not _RANK.isdisjoint(words_in(value.__code__))
+    }
+    found: dict[str, bool] = {}
+    for targets, value in _assignments(ast.parse(python_of(cell)).body):
+        mentions = _is_device_of(value) or not _words_of(value).isdisjoint({*_RANK, *said, *found})
+        chooses = not _words_of(value, but_arguments=True).isdisjoint({*_RANK, *found})
+        for name in targets:
+            found.pop(name, None)
+            if mentions:
+                found[name] = chooses
+    return found
+
+
+def _is_device_of(node: ast.expr) -> bool:
+    """Tell whether an expression is what an object says of its device (``accelerator.device``)."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="torch"), attr="device"):
+            return False
+        case ast.Attribute(attr="device"):
+            return True
+    return False
+
+
+def _words_of(node: ast.AST, *, but_arguments: bool = False) -> set[str]:
+    """Return the names, attributes and texts in an expression.
+
+    ``but_arguments``: not in what it gives to functions, but for those that choose or hand on.
+    """
+    found = set[str]()
+    waiting = [node]
+    while waiting:
+        part = waiting.pop()
+        match part:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.Constant(value=str(word)):
+                found.add(word)
+            case ast.Call(func=function) if but_arguments and _words_of(function).isdisjoint(_CHOOSE):
+                waiting.append(function)
+                continue
+        waiting += ast.iter_child_nodes(part)
+    return found
+
+
+def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[list[str], ast.expr]]:
+    """Yield the names that statements outside functions bind, with what they are bound to, in order."""
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                continue
+            case ast.Assign(targets=targets, value=value):
+                yield [name for target in targets for name in _names_in(target)], value
+            case (
+                ast.AnnAssign(target=target, value=ast.expr() as value)
+                | ast.AugAssign(target=target, value=value)
+            ):
+                yield _names_in(target), value
+        for inner in ("body", "orelse", "finalbody"):
+            yield from _assignments(getattr(node, inner, ()))
+        for handler in getattr(node, "handlers", ()):
+            yield from _assignments(handler.body)
+
+
+def _names_in(target: ast.expr) -> list[str]:
+    return [
+        node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]

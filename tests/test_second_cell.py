@@ -1,0 +1,620 @@
+"""A training that goes on in the next headed cell trains what one torchrun program with both trains.
+
+Or a line, or a refusal, says why not. The programs are cells of a notebook in a real kernel; all of
+them together, without their headers, are the script that torchrun runs in two processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from notebook_harness import Notebook
+
+pytestmark = pytest.mark.slow
+
+TWO = "#pragma taas --gpus 2\n"
+KEPT = "#pragma taas --gpus 2 --keep\n"
+PRELUDE = """
+import os, torch, torch.distributed, taas.rehearsal
+taas.rehearsal.install(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+"""
+LEAVE = """
+sys.stdout.flush()
+os._exit(0)
+"""
+"""Its processes leave at once: now and then torch aborts in one that ends in the ordinary way, a thread still running."""
+
+IMPORTS = """
+import json, os, sys, torch, torch.nn as nn
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+x = torch.arange(16.0).reshape(16, 1) / 16
+data = TensorDataset(x, 3 * x + 1)
+
+def figures(*values):
+    print("figures", json.dumps(values))
+
+def meet():
+    if not dist.is_initialized():
+        dist.init_process_group("nccl")
+
+def epoch(net, opt, loader):
+    losses = []
+    for batch, target in loader:
+        opt.zero_grad()
+        loss = ((net(batch) - target) ** 2).mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+"""
+"""What all programs have in their first, plain cell."""
+
+NET = """
+meet()
+torch.manual_seed(0)
+net = DDP(nn.Linear(1, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+AGAIN = "meet()\nnet = DDP(getattr(net, 'module', net))\n"
+"""In torchrun's program the model has its wrapper still."""
+
+
+def missing(*names: str) -> str:
+    """Return which of some packages is not installed; empty if all are."""
+    return next((name for name in names if importlib.util.find_spec(name) is None), "")
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Skip a row where one of the packages it is about is not installed."""
+    return pytest.mark.skipif(bool(missing(*names)), reason=f"{missing(*names)} is not installed")
+
+
+def figures_of(output: str) -> list[Any]:
+    """Return what ``figures`` printed, with four digits of each number."""
+    lines = [line for line in output.splitlines() if line.startswith("figures ")]
+    return [rounded(json.loads(line.removeprefix("figures "))) for line in lines]
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def figures_of_torchrun(cells: list[str], folder: Path) -> list[Any]:
+    """Return what rank 0 of a torchrun program prints that consists of some cells."""
+    folder.mkdir(exist_ok=True)
+    lines = [line for line in "\n".join(cells).splitlines() if not line.startswith("#pragma")]
+    (folder / "script.py").write_text(PRELUDE + "\n".join(lines) + LEAVE)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
+    done = subprocess.run(
+        [sys.executable, *command, "script.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return figures_of(done.stdout)
+
+
+PLAIN_PROGRAMS = {
+    "a sampler and a loader": [
+        TWO + NET + "sampler = DistributedSampler(data, shuffle=False)\n"
+        "loader = DataLoader(data, batch_size=2, sampler=sampler)\n"
+        "figures(epoch(net, opt, loader))",
+        TWO + AGAIN + "sampler.set_epoch(1)\nfigures(sampler.rank, epoch(net, opt, loader))",
+    ],
+    "loaders in a dict, and a scheduler": [
+        TWO + NET + "def divided(rows):\n"
+        "    return DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows, seed=3))\n"
+        "loaders = {'train': divided(data), 'valid': divided(TensorDataset(x[:8], x[:8]))}\n"
+        "schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)\n"
+        "figures(epoch(net, opt, loaders['train']))\nschedule.step()",
+        TWO + AGAIN + "loaders['train'].sampler.set_epoch(1)\n"
+        "figures(epoch(net, opt, loaders['train']), len(loaders['valid']), schedule.get_last_lr())",
+    ],
+    "a sampler of the notebook's": [
+        "class Every(Sampler):\n"
+        "    def __init__(self, rows, rank, world_size):\n"
+        "        self.rows, self.rank, self.world_size = rows, rank, world_size\n"
+        "    def __iter__(self):\n"
+        "        return iter(range(self.rank, len(self.rows), self.world_size))\n"
+        "    def __len__(self):\n"
+        "        return len(self.rows) // self.world_size",
+        TWO + NET + "sampler = Every(data, dist.get_rank(), dist.get_world_size())\n"
+        "loader = DataLoader(data, batch_size=2, sampler=sampler)\n"
+        "figures(epoch(net, opt, loader))",
+        TWO + AGAIN + "figures(epoch(net, opt, loader))",
+    ],
+    "an iterable dataset that knows its rank": [
+        "class Stream(IterableDataset):\n"
+        "    def __init__(self, rank, world_size):\n"
+        "        self._rank, self._world_size = rank, world_size\n"
+        "    def __iter__(self):\n"
+        "        return (data[i] for i in range(self._rank, 16, self._world_size))",
+        TWO + NET + "loader = DataLoader(Stream(dist.get_rank(), dist.get_world_size()), batch_size=2)\n"
+        "figures(epoch(net, opt, loader))",
+        TWO + AGAIN + "figures(epoch(net, opt, loader))",
+    ],
+    "arguments that note the rank": [
+        "import argparse\nargs = argparse.Namespace(rank=-1, world_size=-1, batch=2)",
+        TWO + NET + "args.rank, args.world_size = dist.get_rank(), dist.get_world_size()\n"
+        "figures(epoch(net, opt, [data[args.rank::args.world_size]]))",
+        TWO + AGAIN + "figures(epoch(net, opt, [data[args.rank::args.world_size]]))",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN_PROGRAMS)
+def test_a_training_goes_on_in_the_next_cell(name: str, notebook: Notebook, tmp_path: Path) -> None:
+    """What divides data is each rank's own in the next cell, too; nothing is said, as the cell wraps again."""
+    cells = [IMPORTS, *PLAIN_PROGRAMS[name]]
+    ran = [notebook.good(cell) for cell in cells]
+    assert not [one.stdout for one in ran if "taas:" in one.stdout]
+    found = [numbers for one in ran for numbers in figures_of(one.stdout)]
+    assert found == figures_of_torchrun(cells, tmp_path / "torchrun")
+
+
+# ---------------------------------------------------------------- libraries
+
+ACCELERATE = (
+    IMPORTS
+    + """
+from accelerate import Accelerator, DataLoaderConfiguration
+
+def steps(accelerator, net, opt, loader, schedule):
+    losses = []
+    for batch, target in loader:
+        with accelerator.accumulate(net):
+            opt.zero_grad()
+            loss = ((net(batch) - target) ** 2).mean()
+            accelerator.backward(loss)
+            opt.step()
+            schedule.step()
+        losses += accelerator.gather(loss.detach()).tolist()
+    return losses
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter([data[i] for i in range(16)])
+"""
+)
+PREPARE = """
+torch.manual_seed(0)
+net = nn.Linear(1, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(opt, 4, 0.5)
+net, opt, loader, schedule = accelerator.prepare(net, opt, loader, schedule)
+figures(steps(accelerator, net, opt, loader, schedule))
+"""
+GO_ON = (
+    TWO
+    + """
+net = accelerator.prepare(net)
+figures(steps(accelerator, net, opt, loader, schedule), opt.param_groups[0]["lr"])
+figures(accelerator.process_index, accelerator.num_processes, str(accelerator.device), accelerator.mixed_precision)
+"""
+)
+HUGGING_FACE = """
+import json, os, sys, torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+
+def figures(*values):
+    print("figures", json.dumps(values))
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        ids = torch.randint(5, 50, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "attention_mask": torch.ones(8, dtype=torch.long), "labels": int(ids.sum() % 2)}
+
+data = Rows()
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+"""
+MODEL = """
+set_seed(3)
+small = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+model = BertForSequenceClassification(
+    BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+)
+args = TrainingArguments(
+    "out", per_device_train_batch_size=2, num_train_epochs=1, learning_rate=1e-2, logging_steps=1, report_to=[],
+    save_strategy="epoch", disable_tqdm=True,
+)
+trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+"""
+TRAIN = "trainer.train()\nfigures(losses(trainer))\n"
+EVALUATE = "figures(trainer.evaluate()['eval_loss'])\n"
+FABRIC = """
+from lightning.fabric import Fabric
+
+def steps(fabric, net, opt, loader):
+    losses = []
+    for batch, target in loader:
+        opt.zero_grad()
+        loss = ((net(batch) - target) ** 2).mean()
+        fabric.backward(loss)
+        opt.step()
+        losses += fabric.all_gather(loss.detach()).tolist()
+    return losses
+"""
+SKORCH = """
+import numpy as np
+from accelerate import Accelerator
+from skorch import NeuralNetClassifier
+from skorch.hf import AccelerateMixin
+
+class Net(AccelerateMixin, NeuralNetClassifier):
+    pass
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+    def forward(self, rows):
+        return self.inner(rows).softmax(-1)
+
+rows = np.random.RandomState(0).rand(32, 4).astype("float32")
+kinds = (rows.sum(1) > 2).astype("int64")
+"""
+FIT = """
+torch.manual_seed(0)
+net = Net(
+    Two, accelerator=Accelerator(), max_epochs=2, lr=0.5, batch_size=4, train_split=None, verbose=0,
+    unwrap_after_train={unwraps},
+)
+net.fit(rows, kinds)
+figures(net.history[:, "train_loss"])
+"""
+FIT_ON = (
+    TWO + 'net.partial_fit(rows, kinds)\nfigures(net.history[:, "train_loss"], net.accelerator.process_index)'
+)
+
+LIBRARIES = {
+    "accelerate": (("accelerate",), [
+        ACCELERATE,
+        TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2, shuffle=True)" + PREPARE,
+        GO_ON,
+        GO_ON,
+    ]),
+    "accelerate, half precision, two steps at once": (("accelerate",), [
+        ACCELERATE,
+        TWO + "accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=2)\n"
+        "loader = DataLoader(data, batch_size=2)" + PREPARE,
+        GO_ON,
+    ]),
+    "accelerate, a stream that rank 0 hands out": (("accelerate",), [
+        ACCELERATE,
+        TWO + "accelerator = Accelerator()\nloader = DataLoader(Rows(), batch_size=2)" + PREPARE,
+        GO_ON,
+    ]),
+    "accelerate, a stream that each divides": (("accelerate",), [
+        ACCELERATE,
+        TWO + "accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))\n"
+        "loader = DataLoader(Rows(), batch_size=2)" + PREPARE,
+        GO_ON,
+    ]),
+    "accelerate, made one cell earlier": (("accelerate",), [
+        ACCELERATE + "accelerator = Accelerator(mixed_precision='bf16')\n"
+        "loader = DataLoader(data, batch_size=2, shuffle=True)",
+        TWO + PREPARE,
+        GO_ON,
+    ]),
+    "a Trainer trains, trains on, evaluates": (("transformers", "accelerate"), [
+        HUGGING_FACE, TWO + MODEL + TRAIN, TWO + TRAIN, TWO + EVALUATE,
+    ]),
+    "a Trainer made one cell earlier": (("transformers", "accelerate"), [
+        HUGGING_FACE + MODEL, TWO + TRAIN + "figures(args.world_size, args.process_index, args.should_save)", TWO + EVALUATE,
+    ]),
+    "a Fabric": (("lightning",), [
+        IMPORTS + FABRIC,
+        TWO + "fabric = Fabric(accelerator='cuda', devices=2, strategy='ddp')\nfabric.launch()\n"
+        "torch.manual_seed(0)\nnet = nn.Linear(1, 1)\n"
+        "net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+        "loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))\n"
+        "figures(steps(fabric, net, opt, loader))",
+        TWO + "figures(steps(fabric, net, opt, loader), fabric.global_rank, fabric.world_size)",
+    ]),
+    "skorch": (("skorch", "accelerate"), [
+        IMPORTS + SKORCH, TWO + FIT.format(unwraps=True), FIT_ON,
+    ]),
+    "skorch, wrapped for good": (("skorch", "accelerate"), [
+        IMPORTS + SKORCH, TWO + FIT.format(unwraps=False), FIT_ON, FIT_ON,
+    ]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Any:
+    """A notebook of its own: what a library keeps of a process is kept for good."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    book = Notebook(folder)
+    try:
+        book.good("%load_ext taas")
+        yield book
+    finally:
+        book.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(*row[0])) for name, row in LIBRARIES.items()]
+)
+def test_a_librarys_training_goes_on_in_the_next_cell(name: str, fresh: Notebook, tmp_path: Path) -> None:
+    """Its objects know the rank they are in, wherever they were made, and are wrapped as they were."""
+    cells = LIBRARIES[name][1]
+    ran = [fresh.good(cell, seconds=280) for cell in cells]
+    assert not [one.stdout for one in ran if "without its" in one.stdout]
+    found = [numbers for one in ran for numbers in figures_of(one.stdout)]
+    assert found == figures_of_torchrun(cells, tmp_path / "torchrun")
+
+
+# ---------------------------------------------------------------- what is said before a cell starts
+
+MAKE = (
+    TWO
+    + NET
+    + "sampler = DistributedSampler(data)\nloader = DataLoader(data, batch_size=2, sampler=sampler)\n"
+)
+WITHOUT = "came back without its DistributedDataParallel: wrap it again in this cell, or use --keep."
+THREE = "#pragma taas --gpus 3\n"
+USE = TWO + "meet()\n"
+HOLDER = """
+class Trainer:
+    def __init__(self, net):
+        self.net, self.steps = DDP(net), 0
+    def step(self):
+        self.steps += 1
+        return self.net(x).sum().item()
+"""
+
+LINES = {
+    "a model under its name": ([MAKE], USE + "net(x)", "net " + WITHOUT),
+    "a model in a dict": ([MAKE + "models = {'a': [net]}\ndel net"], USE + "models", "models['a'][0] " + WITHOUT),
+    "a model in an object of the notebook's": (
+        [HOLDER, MAKE + "mine = Trainer(nn.Linear(1, 1))"], USE + "mine.step()", "mine " + WITHOUT,
+    ),
+    "a model in a function": ([MAKE + "def again():\n    return net(x)"], USE + "again()", "net " + WITHOUT),
+    "wrapped again": ([MAKE], USE + "net = DDP(net)\nnet(x)", ""),
+    "wrapped by another name": (["Parallel = DDP", MAKE], USE + "net = Parallel(net)\nnet(x)", ""),
+    "wrapped by a function of the notebook's": (
+        ["def wrapped(model):\n    return nn.parallel.DistributedDataParallel(model)", MAKE], USE + "wrapped(net)(x)", "",
+    ),
+    "wrapped by a function of the project's": (["import wrapping", MAKE], USE + "wrapping.wrapped(net)(x)", ""),
+    "bound before it is read": ([MAKE], USE + "net = nn.Linear(1, 1)\nnet(x)", ""),
+    "another model under its name": ([MAKE, "net = nn.Linear(1, 1)"], USE + "net(x)", ""),
+    "one process": ([MAKE], "#pragma taas --gpus 1\nnet(x)", ""),
+    "a loader of fewer ranks": (
+        [MAKE], THREE + "meet()\nlen(loader)", "loader is rank 0's share of 2, and this cell has 3 ranks: make it in this cell.",
+    ),
+    "a loader, and its sampler, in one process": (
+        [MAKE], "#pragma taas --gpus 1\nlen(loader), len(sampler)",
+        "loader, sampler are rank 0's share of 2, and this cell has one process: make them in this cell.",
+    ),
+    "the rank": ([MAKE + "rank = dist.get_rank()"], USE + "rank == 0", "rank: rank 0's, in every rank."),
+    "a device, and what says who is the first": (
+        [MAKE + "rank = dist.get_rank()\ndevice = torch.device('cuda', rank)\nfirst = rank == 0"],
+        USE + "if first:\n    print(device)", "device, first: rank 0's, in every rank.",
+    ),
+    "a device that an object says": (
+        [MAKE + "class Place:\n    device = torch.device('cuda', dist.get_rank())\ndevice = Place.device\nkind = torch.device"],
+        USE + "print(device, kind)", "device: rank 0's, in every rank.",
+    ),
+    "files that the rank chose": (
+        ["files = [*'abcd']", MAKE + "mine = files[int(os.environ['RANK']) :: 2]"], USE + "print(mine)",
+        "mine: rank 0's, in every rank.",
+    ),
+    "data that the rank chose": (
+        [MAKE + "own = DataLoader(torch.utils.data.Subset(data, range(dist.get_rank(), 16, 2)))"], USE + "len(own)",
+        "own: rank 0's, in every rank.",
+    ),
+    "a rank that the notebook has bound since": ([MAKE + "rank = dist.get_rank()", "rank = 0"], USE + "rank == 0", ""),
+    "a rank that the cell reads anew": ([MAKE + "rank = dist.get_rank()"], USE + "rank = dist.get_rank()\nrank", ""),
+    "losses that a function with the rank returned": (
+        [MAKE + "def lossy(rank):\n    return [0.5]\nrank = dist.get_rank()\nlosses = lossy(rank)"], USE + "losses", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_what_is_rank_0s_is_said_before_the_cell_starts(name: str, notebook: Notebook) -> None:
+    """A line names it, with what to do; there is none where the cell does that already."""
+    earlier, cell, line = LINES[name]
+    (notebook.folder / "wrapping.py").write_text(
+        "from torch.nn.parallel import DistributedDataParallel\n\ndef wrapped(net):\n    return DistributedDataParallel(net)\n"
+    )
+    for each in [IMPORTS, *earlier]:
+        notebook.good(each)
+    ran = notebook.run(cell)
+    said = [one.removeprefix("taas: ") for one in ran.stdout.splitlines() if one.startswith("taas: ")]
+    assert len(said) == bool(line), ran.stdout
+    assert all(one.startswith(line) for one in said)
+
+
+REFUSED = {
+    "a loader that accelerate prepared in a plain cell": (
+        ("accelerate",),
+        [ACCELERATE + "accelerator = Accelerator()\nloader = accelerator.prepare(DataLoader(data))"],
+        "len(loader)",
+        "loader was prepared by accelerate for one process, and this cell has 2 ranks: call prepare again in this cell.",
+    ),
+    "a Fabric of one process": (
+        ("lightning",),
+        [IMPORTS + FABRIC + "fabric = Fabric(accelerator='cpu', devices=1)"],
+        "fabric.global_rank",
+        "fabric is a Fabric for one process, and this cell has 2 ranks: make it in this cell.",
+    ),
+    "a Fabric of another number": (
+        ("lightning",),
+        [IMPORTS + FABRIC, THREE + "fabric = Fabric(accelerator='cuda', devices=3, strategy='ddp')\nfabric.launch()"],
+        "fabric.global_rank",
+        "fabric is a Fabric for 3 processes, and this cell has 2 ranks: make it in this cell.",
+    ),
+    "an Accelerator with a mesh of its own": (
+        ("accelerate",),
+        [
+            ACCELERATE + "from accelerate.utils import ParallelismConfig\n"
+            "accelerator = Accelerator(parallelism_config=ParallelismConfig())",
+        ],
+        "accelerator.process_index",
+        "accelerator has a ParallelismConfig, which is its process's, and this cell has 2 ranks: make it in this cell.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(*row[0])) for name, row in REFUSED.items()])
+def test_what_was_made_for_another_number_is_refused(name: str, fresh: Notebook) -> None:
+    """By name, before anything starts; where a function uses it perhaps, the same is a line."""
+    _, earlier, use, why = REFUSED[name]
+    for each in earlier:
+        fresh.good(each)
+    ran = fresh.run(TWO + use)
+    assert (ran.ename, ran.evalue) == ("CaptureError", why + " Nothing was started.")
+    ran = fresh.good(TWO + f"def later():\n    return {use}\nprint(later.__name__)")
+    assert f"taas: {why}\n" in ran.stdout
+
+
+@needs("accelerate")
+def test_what_accelerate_prepared_in_a_plain_cell_is_prepared_again(fresh: Notebook) -> None:
+    """Then the model has its wrapper, and each rank its share; the optimizer is the one that there was."""
+    fresh.good(
+        ACCELERATE + "accelerator = Accelerator(mixed_precision='bf16')\nnet = nn.Linear(1, 1)\n"
+        "net, opt, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data, 2))"
+    )
+    assert "net was prepared by accelerate for one process" in fresh.good(TWO + "net(x)").stdout
+    ran = fresh.good(
+        TWO.rstrip() + " --output all\nnet, loader = accelerator.prepare(net, loader)\n"
+        "print(type(net).__name__, type(net.module).forward is net.module._original_forward.__func__, len(loader),\n"
+        "      loader.device, opt.param_groups[0]['params'][0] is net.module.weight)\n"
+    )
+    seen = "DistributedDataParallel True 4 cuda:{} True\n"
+    assert sorted(ran.own.splitlines(True)) == sorted([seen.format(0), "[rank 1] " + seen.format(1)])
+
+
+@needs("transformers", "accelerate")
+def test_objects_of_a_plain_cell_know_their_rank(fresh: Notebook) -> None:
+    """Arguments, states and an Accelerator of one process; in the notebook they are that of one process again."""
+    fresh.good(
+        HUGGING_FACE + "from accelerate import Accelerator, PartialState\n"
+        "args = TrainingArguments('out', report_to=[])\nstate = PartialState()\n"
+        "accelerator = Accelerator(gradient_accumulation_steps=3)\nsame = accelerator.state\n"
+        "def standing():\n"
+        "    return [args.world_size, args.process_index, args.should_save, args.n_gpu, str(args.device),\n"
+        "            state.process_index, state.is_main_process, accelerator.num_processes,\n"
+        "            accelerator.gradient_accumulation_steps, same is accelerator.state,\n"
+        "            PartialState().__dict__ is state.__dict__]\n"
+    )
+    alone = "[1, 0, True, {}, 'cpu', 0, True, 1, 3, True, True]\n"
+    before = fresh.good("print(standing())").own
+    assert before in (alone.format(0), alone.format(1))
+    ran = fresh.good(TWO.rstrip() + " --output all\nprint(standing())")
+    assert sorted(ran.own.splitlines(True)) == [
+        "[2, 0, True, 1, 'cuda:0', 0, True, 2, 3, True, True]\n",
+        "[rank 1] [2, 1, False, 1, 'cuda:1', 1, False, 2, 3, True, True]\n",
+    ]
+    assert fresh.good("print(standing())").own == before
+
+
+@needs("accelerate")
+def test_what_ranks_made_is_of_one_process_in_the_notebook(fresh: Notebook) -> None:
+    """Its settings are there, its batches are on the notebook's device, and the loader has rank 0's share."""
+    fresh.good(ACCELERATE)
+    fresh.good(
+        TWO + "accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=2)\n"
+        "loader = accelerator.prepare(DataLoader(data, batch_size=2))"
+    )
+    fresh.good("of = accelerator")
+    assert fresh.value("of.num_processes, of.device.type, of.mixed_precision") == "1 cpu bf16"
+    assert fresh.value("of.gradient_accumulation_steps, sum(len(batch) for batch, _ in loader)") == "2 8"
+
+
+# ---------------------------------------------------------------- state of the process, ranks that stay, data processes
+
+LIBRARY = """
+class State:
+    shared = {}
+    def __init__(self, colour=None):
+        self.__dict__ = self.shared
+        if colour:
+            self.colour = colour
+
+class Child(State):
+    pass
+
+class Own:
+    kinds = {}
+    def __init__(self):
+        self.colour = "own"
+"""
+
+
+def test_instances_that_share_a_dict_of_their_class_go_on_sharing_it(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    """There and back, with what is in it; that of a class with dicts that no instance shares is its own."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "a_library.py").write_text(LIBRARY)
+    notebook.good(
+        f"import sys\nsys.path.append({str(installed)!r})\nfrom a_library import Child, Own, State\n"
+        "one, other, child, own = State('red'), State(), Child(), Own()"
+    )
+    ran = notebook.good(
+        TWO
+        + "new = State()\nprint(one.colour, new.colour, child.colour, own.colour, one.__dict__ is State.shared)\n"
+        "new.colour = 'blue'\nown.colour = 'green'\nprint(other.colour, child.colour)\nnewer = Child()"
+    )
+    assert ran.own == "red red red own True\nblue blue\n"
+    seen = "one.colour, other.colour, child.colour, newer.colour, own.colour, State().colour"
+    assert notebook.value(seen) == "blue blue blue blue green blue"
+    assert (
+        notebook.value("one.__dict__ is State.shared is newer.__dict__, own.__dict__ is Own.kinds")
+        == "True False"
+    )
+
+
+def test_ranks_that_stay_have_their_own(notebook: Notebook) -> None:
+    """Sampler, wrapper and rank are each rank's in the next cell; what travels to them anew is each rank's, too."""
+    notebook.good(IMPORTS)
+    notebook.good(KEPT + NET + "sampler = DistributedSampler(data)\nrank = dist.get_rank()")
+    ran = notebook.good(KEPT.rstrip() + " --output all\nprint(sampler.rank, rank, type(net).__name__)")
+    seen = ["0 0 DistributedDataParallel", "[rank 1] 1 1 DistributedDataParallel"]
+    assert sorted(ran.stdout.splitlines()) == seen
+    notebook.good("sampler.epoch = 5")
+    ran = notebook.good(KEPT.rstrip() + " --output all\nprint(sampler.rank, sampler.epoch)")
+    assert sorted(ran.own.splitlines()) == ["0 5", "[rank 1] 1 5"]
+    notebook.good("%taas release")
+
+
+def test_a_registered_loader_of_rank_0_is_delivered_to_all(notebook: Notebook) -> None:
+    """Data processes have a stream for each rank, and nothing is said of the sampler, whatever the number."""
+    notebook.good(IMPORTS + "import taas")
+    notebook.good(
+        TWO
+        + "meet()\nloader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))"
+    )
+    notebook.good("taas.register(loader)")
+    ran = notebook.good(
+        TWO.rstrip() + " --cpus 1 --output all\nprint([int(16 * b[0, 0]) for b, _ in loader])"
+    )
+    assert sorted(ran.stdout.splitlines()) == ["[0, 4, 8, 12]", "[rank 1] [1, 5, 9, 13]"]
+    ran = notebook.good(THREE.rstrip() + " --cpus 1\nprint([int(16 * b[0, 0]) for b, _ in loader])")
+    assert (ran.own, "rank 0's share" in ran.stdout) == ("[0, 6, 12]\n", False)
+    notebook.good("taas.unregister(loader)")
