@@ -39,14 +39,15 @@ def wall(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_rank_0_is_left_alone(run: Run):
-    """Rank 0 writes the project; nothing of the process is changed."""
+def test_rank_0_writes_itself(run: Run):
+    """Rank 0 writes the project; with ``deny``, where no other rank writes anything, nothing of the process is changed."""
 
     def body(guard):
         Path("model.pt").write_text("weights")
         return [guard.mechanism, os.open is __import__("posix").open]
 
-    assert run.rank(body, rank=0) == ["none (rank 0)", True]
+    assert run.rank(body, rank=0) == ["none (rank 0)", False]  # it finds other ranks' files (test_rank_saves)
+    assert run.rank(body, rank=0, mode="deny") == ["none (rank 0)", True]
     assert (run.project / "model.pt").read_text() == "weights"
 
 

@@ -7,7 +7,7 @@ does, until all have run it. A run of one rank, a process that sees all GPUs of 
 What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may change
 them; and a spawn that doesn't train (a pool that prepares data) looks like one that does. What processes would share (a
 queue, a tensor in shared memory, an event) is refused by name. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
-never touched, and a launcher started as a command of its own (``!torchrun``) is not seen.
+never touched, and a launcher started as a command of its own (``!torchrun``) is not seen here; a rehearsal refuses it.
 
 Lightning needs nothing to find its ranks (torchrun's environment is there) but the number of VMs, and its
 strategies that fork (``ddp_notebook``, ``ddp_spawn``) must not. rich's live displays become IPython's.

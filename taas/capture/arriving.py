@@ -223,9 +223,9 @@ class CellChanges:
         self._heap.leave_out(roots=self._roots)
         self._compare()
         self._tell_left_out()
-        self._tell_parted()
         self._number_anew()
         self._held_back = self._without_refused()
+        self._tell_parted()
 
     def _keys_lost(self) -> list[Lost]:
         """Name what the cell has put under keys of the namespace that are no names."""
@@ -362,8 +362,12 @@ class CellChanges:
 
     def _tell_parted(self) -> None:
         """Say what stays with this process of what comes back; not again of what was there in the cell before (``--keep``)."""
-        new = []
-        for one in self._heap.parted:
+        heap, new = self._heap, []
+        roots = [*self._roots.values(), *self._places.values(), *self._changed]
+        comes = heap.reached(roots, self._held_back)
+        for one in heap.parted:
+            if heap.number.get(id(one.holder)) not in comes:
+                continue
             key = id(one.holder), one.attribute
             if _told_parted.get(key) != id(one.part):
                 new.append(one)

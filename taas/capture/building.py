@@ -6,6 +6,7 @@ notebook's object changes in place.
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import sys
 from collections import OrderedDict
@@ -95,9 +96,6 @@ class Builder:
         return self._open[n]
 
     def _attempt(self, step: Callable[[int], None], n: int, needed: tuple[int, ...]) -> None:
-        if not self._tolerant:
-            step(n)
-            return
         if n in self.lost:
             return
         try:
@@ -106,10 +104,22 @@ class Builder:
                 step(n)
                 return
         except BaseException as error:  # whatever a user's own protocol raises, SystemExit included
+            if not self._tolerant:
+                self._abandon(n, *self._open)
+                raise
             made = n in self.made
             what = f"an object of {type(self.made[n]).__qualname__} in it" if made else "a part of it"
             because = Loss(n, what, f"{type(error).__name__}: {error}")
+        self._abandon(n)
         self.lost[n], self.made[n] = because, None
+
+    def _abandon(self, *numbers: int) -> None:
+        """Let objects that were made, and will not be filled, end in silence: the ``__del__`` of a class needs what they lack."""
+        for n in numbers:
+            value = self.made.get(n)
+            if hasattr(type(value), "__del__"):
+                with contextlib.suppress(TypeError):  # its class keeps something in slots, or in C
+                    object.__setattr__(value, "__class__", Abandoned)
 
     def _complete(self, n: int) -> None:
         kind, blob, children = self.states[n]
@@ -132,6 +142,10 @@ class Builder:
         if kind == "memory":
             return self._memory.open(*said), None
         return (self._namespace[said], None) if kind == "name" else _new(kind, said, rest)
+
+
+class Abandoned:
+    """What an object is that was made and could not be filled."""
 
 
 def change(value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool) -> None:

@@ -353,7 +353,7 @@ class Heap(FlatStates):
         holder = self.objects[n]
         part = vars(holder)[name]
         way = self.way_to((n,), roots)
-        path = way[0] if way else f"a {type(holder).__qualname__}"
+        path = way[0] if way and way[0] else f"a {type(holder).__qualname__}"
         left_attributes[id(holder), name] = holder, part
         self.parted.append(LeftAttribute(f"{path}.{name}", name, kind, holder, part))
 

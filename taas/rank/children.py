@@ -101,7 +101,9 @@ def _join_run(membership: bytes) -> None:
     """Do in a child what the rank does around its program's own children and groups."""
     from taas import rehearsal
     from taas.adopt import rendezvous, waits
+    from taas.rank import warned_lines
 
+    warned_lines.install()
     known = pickle.loads(membership)
     if known.rehearsed:
         rehearsal.install(known.local_rank, known.rehearsed)

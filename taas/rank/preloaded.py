@@ -16,7 +16,7 @@ from threadpoolctl import ThreadpoolController
 from taas import _linux
 from taas.adopt import waits
 from taas.capture import holders
-from taas.rank import lifeline
+from taas.rank import lifeline, warned_lines
 from taas.storage import diversion
 
 THREAD_POOLS = ThreadpoolController()
@@ -51,6 +51,7 @@ lifeline.name_process(lifeline.FORKSERVER_NAME)
 _keep_freed_memory()
 _forget_exit_functions()
 waits.register_backends()
+warned_lines.install()
 diversion.survey()
 holders.survey()
 gc.collect()

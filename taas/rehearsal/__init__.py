@@ -23,11 +23,11 @@ def install(local_rank: int, device_count: int) -> None:
     """
     global _installed
     # these import torch: a child that never does shall not pay for it
-    from taas.rehearsal import cuda_module, devices, distributed, operators, refused, tensors
+    from taas.rehearsal import commands, cuda_module, devices, distributed, operators, refused, tensors
 
     devices.place(local_rank, device_count)
     if not _installed:
         # the last one looks at what the others left of torch
-        for part in (devices, cuda_module, operators, tensors, distributed, refused):
+        for part in (devices, cuda_module, operators, tensors, distributed, commands, refused):
             part.install()
     _installed = True

@@ -1,0 +1,59 @@
+"""Warnings name the user's line, not one of taas: what stands in the place of a library's function is passed over.
+
+``warnings.warn(…, stacklevel=2)`` in such a function, or a warning of C code, names who called it: taas, where taas has put a function
+of its own between (``rehearsal``, ``adopt``, ``storage``). Such a warning is given again as of the line that called taas, so that the
+user's filters, and Python's rule that one line warns once, hold for that.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_OURS = str(Path(__file__).resolve().parents[1]) + "/"
+_Show = Callable[[warnings.WarningMessage], None]
+
+
+def install() -> None:
+    """Let warnings of this process, and of what it forks, name lines outside taas; done once."""
+    module: Any = warnings
+    module._showwarnmsg = _passing_over(module._showwarnmsg)
+
+
+def _passing_over(native: _Show) -> _Show:
+    def show(message: warnings.WarningMessage) -> None:
+        ours = _named_frame(message.filename) if message.filename.startswith(_OURS) else None
+        caller = ours
+        while caller is not None and caller.f_code.co_filename.startswith(_OURS):
+            caller = caller.f_back
+        if ours is None or caller is None:  # nobody else has called it
+            native(message)
+            return
+        # that it was told of a line of taas is forgotten: the next line of the user's tells it, too
+        ours.f_globals.get("__warningregistry__", {}).clear()
+        warnings.onceregistry.pop((str(message.message), message.category), None)  # type: ignore[attr-defined]
+        names = caller.f_globals
+        warnings.warn_explicit(
+            message.message,
+            message.category,
+            caller.f_code.co_filename,
+            caller.f_lineno,
+            names.get("__name__", "<unknown>"),
+            names.setdefault("__warningregistry__", {}),
+            None,
+            message.source,
+        )
+
+    return show
+
+
+def _named_frame(file: str) -> FrameType | None:
+    """Return the innermost call that is at work in a file."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame
