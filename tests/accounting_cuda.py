@@ -15,10 +15,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from taas import _linux
+
 SECONDS = 120
 needs_it = pytest.mark.skipif(
-    torch.version.cuda is None or shutil.which("cc") is None,
-    reason="needs a torch that is built for CUDA, and a C compiler",
+    not (torch.version.cuda or "").startswith("13.") or shutil.which("cc") is None,
+    reason="needs a torch that is built for CUDA 13, whose runtime is stood in for, and a C compiler",
 )
 STICK = """
 import ctypes, threading
@@ -87,3 +89,28 @@ def accounts_of(
 def contexts(calls: list[Call]) -> list[int]:
     """Return the devices on which contexts were made, in order."""
     return [call.device for call in calls if call.what == "context"]
+
+
+def show_gpus(count: int) -> None:
+    """Let this process, and all that it starts, see device files of so many GPUs: a private ``/dev``; root can."""
+    _linux.unshare(_linux.CLONE_NEWNS)
+    _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+    made = Path(tempfile.mkdtemp(prefix="dev-"))
+    subprocess.run(["mount", "-t", "tmpfs", "dev", made], check=True)
+    for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx"):
+        (made / name).touch()
+        _linux.mount(f"/dev/{name}", str(made / name), _linux.MS_BIND)
+    for name in ("shm", "pts"):
+        (made / name).mkdir()
+        _linux.mount(f"/dev/{name}", str(made / name), _linux.MS_BIND)
+    (made / "fd").symlink_to("/proc/self/fd")
+    for number in range(count):
+        (made / f"nvidia{number}").touch()
+    (made / "nvidia-uvm").touch()
+    subprocess.run(["mount", "--move", made, "/dev"], check=True)
+    made.rmdir()
+
+
+def environ_of_cuda(account: Path) -> dict[str, str]:
+    """Return the variables with which a kernel, and what it starts, runs on this CUDA."""
+    return {"LD_PRELOAD": str(_library()), "ACCOUNT": str(account)}

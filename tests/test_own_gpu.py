@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from accounting_cuda import STICK, Call, accounts_of, contexts, needs_it
 
-pytestmark = needs_it
+pytestmark = [needs_it, pytest.mark.slow]
 
 RANK_1_OF_2 = (
     STICK

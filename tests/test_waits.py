@@ -10,7 +10,7 @@ import ast
 import pytest
 from accounting_cuda import Call, accounts_of, needs_it
 
-pytestmark = needs_it
+pytestmark = [needs_it, pytest.mark.slow]
 
 BEGIN = """
 import asyncio, os, socket, sys, threading, time, zmq

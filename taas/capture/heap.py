@@ -34,6 +34,8 @@ CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "froz
 
 _CONTAINERS = frozenset({"list", "tuple", "dict", "OrderedDict", "set", "frozenset"})
 _HOME = ("__main__", "builtins")
+_ON_DEVICE = b"cuda:"
+"""What the state of a tensor has in it that is on a GPU where it was read."""
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -140,7 +142,9 @@ class Heap(FlatStates):
             return False
         if isinstance(value, types.ModuleType):
             return self.number.get(id(Left)) in (state or NO_STATE)[2]
-        if state is None or state[0] != "reading" or is_as_sent(value):
+        # in the notebook: made on a GPU, and here in host memory
+        from_device = state is not None and is_tensor(value) and _ON_DEVICE in state[1]
+        if state is None or state[0] != "reading" or (is_as_sent(value) and not from_device):
             return state is None
         asks = self.reader.asks(type(value))
         return not asks or (not is_tensor(value) and any(map(self._may_change, state[2])))
