@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from notebook_harness import Notebook
 from oracle import play, row, together
 
-pytestmark = pytest.mark.usefixtures("oracle")
 P = row
 TORCH = "import torch, torch.nn as nn\n"
 BARS = "from tqdm import tqdm\nhow = {'bar_format': '{desc}{n}/{total}{postfix}', 'mininterval': 0, 'miniters': 1}\n"
@@ -29,6 +29,20 @@ UNDER_WAY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_widget_bar_is_text_where_nobody_is_shown_it(notebook: Notebook) -> None:
+    """``tqdm.auto`` has a widget's class in the notebook and in rank 0, and another one in the other ranks, where it goes on."""
+    pytest.importorskip("ipywidgets")
+    notebook.good("from tqdm.auto import tqdm\na = tqdm(total=6)\nkind = type(a).__mro__[1].__module__")
+    cell = "a.update(); a.update(2)\nnow = a.n"
+    for header in ("#pragma taas --gpus 2", "#pragma taas --gpus 2 --output none"):
+        notebook.good(f"{header}\n{cell}")
+    notebook.good("a.refresh()")
+    seen = notebook.value("kind, now, a.n, a.gui, a.container.children[1].value")
+    assert seen == "tqdm.notebook 6 6 True 6.0"
+
+
+@pytest.mark.usefixtures("oracle")
 def test_what_is_under_way_goes_on(tmp_path: Path) -> None:
     """Bars draw, and scalers step, as in a plain notebook: under the header, and in the cell after it."""
     (program,) = together(UNDER_WAY)

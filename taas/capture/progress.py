@@ -18,6 +18,7 @@ from typing import Any
 
 from taas.capture.process_own import keep_own
 from taas.capture.reading import Reading, make_plain, turn_into
+from taas.import_hooks import attribute_of
 
 # ---------------------------------------------------------------- bars
 
@@ -32,6 +33,9 @@ def read_bar(bar: Any) -> Reading:
     if printer is not None:
         del attributes["sp"]
     last = printer[0] if printer is not None else None
+    if "container" in attributes and not _is_widget(bar):  # it was one in the notebook
+        attributes["gui"], last = True, None
+        attributes.pop("colour", None)  # a widget's is a property
     return Reading(make_plain, (type(bar),), _set_bar, (attributes, writes_to, last), turn_into)
 
 
@@ -43,6 +47,12 @@ def _stream_of(written: Any) -> Any:
 
 def _is_wrapper(written: Any) -> bool:
     return isinstance(written, sys.modules["tqdm.utils"].DisableOnWriteError)
+
+
+def _is_widget(bar: Any) -> bool:
+    """Tell whether a bar is drawn by ipywidgets: ``tqdm.auto`` has another class in ranks that nobody is shown."""
+    kind = attribute_of("tqdm.notebook", "tqdm_notebook")
+    return kind is not None and isinstance(bar, kind)
 
 
 def _lengths(printer: Any) -> list[int] | None:
@@ -68,6 +78,9 @@ def _set_bar(bar: Any, state: tuple[dict[str, Any], Any, int | None]) -> None:
             before.pop("sp", None)
             file = getattr(sys, writes_to) if isinstance(writes_to, str) else writes_to
             here["fp"] = sys.modules["tqdm.utils"].DisableOnWriteError(file, tqdm_instance=bar)
+    if attributes.get("gui") and not _is_widget(bar):
+        here |= {"gui": False, "colour": None}
+        last = 0
     if last is not None:
         kept = _lengths(before.get("sp"))
         here["sp"] = before["sp"] if kept is not None else bar.status_printer(here["fp"])
