@@ -22,7 +22,7 @@ from typing import Any
 from taas.errors import ConfigError, HeaderError
 from taas.header.arguments import TYPE_NAME, Kind, Option, choice, seconds, seconds_or_none, size, text_of
 from taas.header.options import DEFAULTS, SETTINGS
-from taas.wording import nearest, refusal, shown
+from taas.wording import nearest, refusal, shown, shown_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,16 @@ class Catalog:
 
 
 def project_folder() -> Path:
-    """Return the notebook's directory; a HeaderError: somebody removed it."""
+    """Return the notebook's directory; a HeaderError: somebody removed it, or a record cannot hold its name."""
     try:
-        return Path.cwd()
+        folder = Path.cwd()
+        str(folder).encode()
+        return folder
+    except UnicodeEncodeError:
+        raise HeaderError(
+            f"the notebook's folder {shown_path(folder)} has a name that is not UTF-8, and what is told of a run is: rename "
+            "it, or type %cd and another folder"
+        ) from None
     except FileNotFoundError:
         raise HeaderError(
             "the notebook's working directory was removed, and is the project of its runs: type %cd and a folder "
@@ -167,11 +174,11 @@ def load_catalog(project: Path | None = None) -> Catalog:
     Raises:
         ConfigError: a file cannot be read, is not TOML, or has a key or value that is not allowed.
     """
-    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    home = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")  # noqa: PTH111  it never raises
     catalog = Catalog()
-    for folder in (Path(home).expanduser() / "taas", project or project_folder()):
+    for folder in (Path(home) / "taas", project or project_folder()):
         path = folder / "taas.toml"
-        if path.is_file():
+        if _is_there(path):
             said = _read(path)
             types = _instances(said.pop("instances", {}), path)
             settings = {key: _setting(key, value, path) for key, value in _flat(said)}
@@ -183,14 +190,33 @@ def load_catalog(project: Path | None = None) -> Catalog:
     return catalog
 
 
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file; a ConfigError: something else stands there, or it cannot be looked at."""
+    try:
+        if path.is_file():
+            return True
+        other = os.path.lexists(path)
+    except OSError as exc:
+        raise ConfigError(
+            f"{shown_path(path)}: {exc.strerror}; correct the path or remove the file"
+        ) from None
+    if other:
+        raise ConfigError(
+            f"{shown_path(path)}: it is no file, nor a link to one; replace it by a file or remove it"
+        )
+    return False
+
+
 def _read(path: Path) -> dict[str, Any]:
     import tomllib  # here, as msgspec below: most projects have no taas.toml, and `import taas` is to stay cheap
 
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
-    except (OSError, ValueError) as exc:
+            said = tomllib.load(file)
+        [*_flat(said)]  # once, so that whatever is nested too deeply for either is told of here
+    except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError(f"{path}: {' '.join(str(exc).split())}; correct the file or remove it") from exc
+    return said
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -204,18 +230,29 @@ def _flat(tables: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 def _setting(key: str, value: Any, path: Path) -> Any:
     section = key.rpartition(".")[0]
+    if value is None or not isinstance(value, str | int | float | list):
+        raise ConfigError(
+            f"{path}: {key} = {shown(str(value))}: a date has no meaning here; write a text or a number"
+        )
     beside = [known for known in _CONVERT if known.rpartition(".")[0] == section]
     _refuse_unknown([key], beside or [*_CONVERT, 'instances."g2.8"'], path)
     convert = _CONVERT[key]
     try:
         if key in SETTINGS and SETTINGS[key].repeats:
-            return tuple(convert(str(item)) for item in (value if isinstance(value, list) else [value]))
+            items = value if isinstance(value, list) else [value]
+            return tuple(convert(item) if isinstance(item, str) else _refuse(item) for item in items)
         return convert(str(value))
     except ValueError:
         wrote = f"{path}: {key} = {shown(str(value))}"
-        near = convert.near(str(value))
+        near = None if isinstance(value, list | bool) and "," not in str(value) else convert.near(str(value))
+        if key in SETTINGS and SETTINGS[key].repeats:
+            raise ConfigError(refusal(wrote, f'write ["{convert.instead}"]', convert.allowed)) from None
         answer = f"did you mean {near}? Allowed is {convert.allowed}" if near else f"write {convert.instead}"
         raise ConfigError(refusal(wrote, answer, "" if near else convert.allowed)) from None
+
+
+def _refuse(item: object) -> str:
+    raise ValueError(item)
 
 
 def _instances(tables: Any, path: Path) -> dict[str, InstanceType]:
@@ -239,5 +276,6 @@ def _refuse_unknown(keys: list[str], allowed: list[str], path: Path) -> None:
     for key in keys:
         if key not in allowed:
             near = nearest(key, allowed, 0.6)
-            answer = f"did you mean {near}?" if near else f"write one of {', '.join(allowed)}"
+            section = [known for known in allowed if known.startswith(f"{key}.")]
+            answer = f"did you mean {near}?" if near else f"write one of {', '.join(section or allowed)}"
             raise ConfigError(refusal(f"{path}: {shown(key)} is no key", answer))

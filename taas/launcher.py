@@ -85,7 +85,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue
     engine = chosen(project)
     local = engine.kind == "local"
     check_installed(engine)
-    check_room(local=local)
+    check_room(spec.world_size, local=local)
     if local:
         check_devices(spec, visible_gpus())
     if local and left is None:

@@ -22,6 +22,7 @@ from taas.runs.places import runtime_folder
 
 _LARGEST = 1 << 19  # bytes of a file; the one before it stays beside it
 _MOST_FILES = 100
+BROKE_DOWN = "the supervisor broke down"
 _FREQUENT = frozenset({"Alive", "Chunk", "Taken", "RanksUse", "RanksSeen", "LookAtRanks"})
 """Messages that come again and again while nothing else happens. They are logged at DEBUG."""
 _TOLD = ("what", "stage", "how", "outcome", "rank")
@@ -55,6 +56,18 @@ def begin(supervisor: int, agent: str = "") -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
     logger.info("process %d on %s", os.getpid(), socket.gethostname())
+
+
+def how_it_broke(supervisor: int) -> str:
+    """Return the error of which a supervisor broke down, as its log has it; empty where there is none: it was killed."""
+    try:
+        text = log_file(supervisor).read_bytes()[-_LARGEST:].decode(errors="replace")
+    except OSError:
+        return ""
+    text = text.rpartition(f"process {supervisor} on ")[2]  # an earlier one may have had this id
+    _, broke, rest = text.rpartition(f"{BROKE_DOWN}\n")
+    traceback = re.split(r"^\d{4}-\d\d-\d\d ", rest, maxsplit=1, flags=re.MULTILINE)[0] if broke else ""
+    return traceback.strip().rpartition("\n")[2]
 
 
 def remove_old_files() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from notebook_harness import Notebook, Ran, terminal
+
+from taas.notebook import tables
+from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +45,20 @@ def interrupt(notebook: Notebook) -> Ran:
     return ran
 
 
+def stays(notebook: Notebook, said: str) -> None:
+    """The report is in the cell, in the record and in the history after the run was ended."""
+    ran = interrupt(notebook)
+    last = ran.updates[-1]["data"]
+    assert "interrupted" in last["text/plain"].splitlines()[0]
+    assert "! before it ended: " in last["text/plain"]
+    assert said in last["text/plain"]
+    assert "<details " in last["text/html"]
+    record = max(read_records(), key=lambda record: record.submitted)
+    assert record.trouble is not None
+    assert said in "\n".join(map(str, (record.trouble.headline, *record.trouble.places)))
+    assert record.trouble.headline in tables.history([record]).text
+
+
 def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
     """Ranks that wait in a collective are folded; the one that has gone on to sleep is the odd one."""
     notebook.start(
@@ -52,7 +70,7 @@ def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
     assert "ranks 0, 2: all_reduce, cell line 9" in text
     assert "rank 1: cell line 7: time.sleep(600)   <- differs" in text
     assert "<details " in view["text/html"]
-    interrupt(notebook)
+    stays(notebook, "rank 1: cell line 7: time.sleep(600)   <- differs")
 
 
 @pytest.mark.skipif(
@@ -68,7 +86,7 @@ def test_a_collective_that_differs_is_named(notebook: Notebook) -> None:
     text = wait_for_trouble(notebook)["text/plain"]
     assert "ranks 0, 2: all_reduce of Float[4], number 2, cell line 8" in text
     assert "rank 1: broadcast of Float[6, 2], number 2, cell line 7   <- differs" in text
-    interrupt(notebook)
+    stays(notebook, "rank 1: broadcast of Float[6, 2], number 2, cell line 7   <- differs")
 
 
 def test_a_rank_that_never_comes_is_named(notebook: Notebook) -> None:
@@ -81,7 +99,7 @@ def test_a_rank_that_never_comes_is_named(notebook: Notebook) -> None:
     text = wait_for_trouble(notebook)["text/plain"]
     assert "rank 2 ended the cell, and ranks 0–1 wait in a collective that cannot end" in text
     assert "ranks 0–1: init_process_group, cell line 4" in text
-    interrupt(notebook)
+    stays(notebook, "rank 2 ended the cell, and ranks 0–1 wait in a collective that cannot end")
 
 
 def test_a_rank_that_swallowed_its_error_and_left_is_named(notebook: Notebook) -> None:
@@ -119,6 +137,7 @@ def test_a_stopped_rank_is_named(notebook: Notebook) -> None:
     os.kill(ranks[-1].pid, signal.SIGCONT)
     ran = notebook.end()
     assert ran.status == "ok", ran
+    assert max(read_records(), key=lambda record: record.submitted).trouble is None
     assert "SIGSTOP" not in ran.updates[-1]["data"]["text/plain"]
 
 
@@ -154,3 +173,28 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, tm
     notebook.interrupt()
     notebook.wait_for_line("press again to end it")
     interrupt(notebook)
+
+
+@pytest.mark.parametrize(
+    "waits", ["dist.all_reduce(torch.ones(1))", "dist.barrier()", "dist.broadcast(torch.ones(1), 1)"]
+)
+def test_who_waited_for_the_failed_rank_has_not_failed(notebook: Notebook, waits: str) -> None:
+    """The others' collectives break off with it, or never end: the error says that they waited, and the line names the error."""
+    ran = notebook.run(
+        f"#pragma taas --gpus 3\n{GROUP}dist.barrier()\n"
+        f"if rank == 1:\n    time.sleep(0.5)\n    raise ValueError('boom')\n{waits}"
+    )
+    assert ran.ename == "CellFailed"
+    assert re.search(r"The other 2 were waiting for it\.|1 other was waiting for it\.", ran.evalue), (
+        ran.evalue
+    )
+    assert "failed after it" not in ran.evalue
+    assert "failed: rank 1: ValueError: boom · 3 ranks" in ran.updates[-1]["data"]["text/plain"]
+
+
+def test_an_error_alone_blames_nobody_else(notebook: Notebook) -> None:
+    """One rank, or all of them without waiting for each other."""
+    ran = notebook.run("#pragma taas --gpus 1\nraise ValueError('boom')")
+    assert "waiting" not in ran.evalue and "after it" not in ran.evalue
+    ran = notebook.run("#pragma taas --gpus 2\nraise ValueError('boom')")
+    assert "waiting" not in ran.evalue

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from notebook_harness import Notebook, Ran
+
+from taas.notebook.cell_output import TerminalOutput
+from taas.runs.events import Output
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +163,56 @@ def test_other_ranks_are_tagged(notebook: Notebook) -> None:
     text = printed(
         notebook, "import os\nprint('I am', os.environ['RANK'])", "#pragma taas --gpus 3 --output all\n"
     )
-    assert sorted(text.splitlines()) == ["I am 0", "[rank 1] I am 1", "[rank 2] I am 2"]
+    assert sorted(text.splitlines()) == ["[rank 0] I am 0", "[rank 1] I am 1", "[rank 2] I am 2"]
+
+
+BARS = {
+    "two bars, the first ends first": (
+        ("\r 0/2", "\r 1/2", "\r 2/2\n"),
+        ("\r 0/9", "\r 9/9", "\n"),
+        ["[rank 0]  2/2", "[rank 1]  9/9"],
+    ),
+    "bars that are never closed": (("\r10%", "\r20%"), ("\r30%", "\r40%"), ["[rank 0] 20%", "[rank 1] 40%"]),
+    "a bar that goes, and a line": (
+        ("\r10%", "\r99%", "\r   \r"),
+        ("loss 1\n", "loss 2\n"),
+        ["[rank 1] loss 1", "[rank 1] loss 2"],
+    ),
+    "a line that is open for long": (
+        ("begin ", "end\n"),
+        ("one\n", "two\n"),
+        ["[rank 0] begin ", "[rank 0] end", "[rank 1] one", "[rank 1] two"],
+    ),
+    "lines with both ends": (
+        ("a\r\n", "b\r\n"),
+        ("c\n", "\n"),
+        ["[rank 0] a", "[rank 0] b", "[rank 1] ", "[rank 1] c"],
+    ),
+}
+
+
+def on_screen(text: str) -> list[str]:
+    """What a front end shows of a text: a transfer return lets what follows write over the line."""
+    lines = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        lines.append(shown)
+    return lines
+
+
+@pytest.mark.parametrize("what", BARS)
+def test_every_line_of_several_ranks_has_its_rank(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    """Rank 0's, too, and bars, which are written over: none is lost, and none stands behind another rank's number."""
+    first, second, shown = BARS[what]
+    screen = TerminalOutput(None)
+    for pair in itertools.zip_longest(first, second):
+        for rank, text in enumerate(pair):
+            screen.show([Output(rank, "stderr", text)] if text else [])
+    screen.end_lines()
+    lines = on_screen(capsys.readouterr().err)
+    assert sorted(line.rstrip() for line in lines if line.strip()) == [line.rstrip() for line in shown]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from notebook_harness import Notebook, terminal
 
@@ -53,6 +55,56 @@ def test_a_breakpoint_in_one_rank(notebook: Notebook) -> None:
     assert notebook.value("total") == str(0.0 + 1 + 10 + 1)
 
 
+OPENS = {
+    "breakpoint() in a statement of the cell": ("if True:\n    breakpoint()\n    pass\n", ["<module>()"]),
+    "breakpoint() as the last line": ("x = 1\nbreakpoint()\n", ["<module>()"]),
+    "in a function of an earlier cell": ("z = helper(3)\n", ["<module>()", "helper()"]),
+    "pdb.set_trace() in a class": (
+        "import pdb\nclass A:\n    def f(self):\n        pdb.set_trace()\n        return 1\nA().f()\n",
+        ["<module>()", "f()"],
+    ),
+    "behind a top-level await": (
+        "import asyncio\nasync def g():\n    await asyncio.sleep(0)\n    breakpoint()\n    return 1\nawait g()\n",
+        ["<module>()", "g()"],
+    ),
+    "after an error": ("def f():\n    1 / 0\nf()\n", ["<module>()", "f()"]),
+}
+
+
+@pytest.mark.parametrize("how", OPENS)
+def test_a_debugger_shows_the_users_frames_only(notebook: Notebook, how: str) -> None:
+    """``w`` has neither frames of IPython and taas nor those of the processes' start; ``up`` ends at the cell."""
+    body, frames = OPENS[how]
+    notebook.good("def helper(x):\n    y = x + 1\n    breakpoint()\n    return y\n")
+    post_mortem = " --post-mortem" if how == "after an error" else ""
+    notebook.start(f"#pragma taas --gpus 1{post_mortem}\n{body}", keyboard=True)
+    assert notebook.asked() == "(Pdb) "
+    notebook.answer("print('stack')")
+    for command in ("w", "print('end')", *["up"] * len(frames), "p __name__, 'there'", "q"):
+        notebook.asked()
+        notebook.answer(command)
+    ran = notebook.end()
+    stack = ran.stdout.partition("stack\n")[2].partition("end\n")[0]
+    assert re.findall(r"\)((?:<module>|\w+)\(\))", stack) == frames, stack
+    assert "*** Oldest frame" in ran.stdout
+    assert "('__main__', 'there')" in ran.stdout
+
+
+def test_next_goes_from_statement_to_statement(notebook: Notebook) -> None:
+    """As in a script, though IPython runs each as code of its own; past the last one the cell is through."""
+    notebook.start(
+        "#pragma taas --gpus 1\nbreakpoint()\na = 1\nfor b in range(1):\n    c = b\nd = 4\n", keyboard=True
+    )
+    for _ in range(6):
+        notebook.asked()
+        notebook.answer("n")
+    ran = notebook.end()
+    assert ran.status == "ok", ran
+    steps = re.findall(r"^-> (.*)", ran.stdout, re.MULTILINE)
+    assert steps == ["breakpoint()", "a = 1", "for b in range(1):", "c = b", "for b in range(1):", "d = 4"]
+    assert notebook.value("a, c, d") == "1 0 4"
+
+
 def test_two_ranks_take_turns(notebook: Notebook) -> None:
     """One is led to its end before the other one is asked."""
     notebook.start(
@@ -80,7 +132,7 @@ def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook) -> No
     notebook.answer("q")
     ran = notebook.end()
     assert ran.ename == "CellFailed"
-    assert "its debugger was quit" in ran.evalue
+    assert "raised BdbQuit: its debugger was quit" in ran.evalue
     assert not notebook.processes().ranks
 
 

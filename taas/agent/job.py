@@ -24,6 +24,7 @@ from taas.agent.forkserver import fork
 from taas.agent.processes import ForkedProcess
 from taas.agent.staging import ProjectArrival, Staging, log_of
 from taas.delivery.config import DataOrder
+from taas.runs.places import no_room
 from taas.wire.agents import EndJob, How, JobOver, JobSays, OfJob, StartJob
 from taas.wire.framing import Message
 from taas.wire.ranks import RankKept, Staged
@@ -131,7 +132,7 @@ class Job:
             logger.info("job %d of %s has the processes %s", order.job, order.run, pids)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             logger.exception("job %d could not begin", self._order.job)
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(": ".join(filter(None, (type(error).__name__, str(error), no_room(error)))))
         for process in self.processes:
             self._agent.on(process.sentinel, partial(self._gone, process))
 

@@ -12,6 +12,7 @@ import signal
 import time
 from functools import partial
 
+from taas import _linux
 from taas.agent.processes import RankProcess
 from taas.wire import deadlines
 from taas.wire.agents import How
@@ -33,6 +34,7 @@ class Rank:
         signalled: the last signal that it was sent.
         to_end, out_of_time: since when it has been to end, and out of time for that; 0: it has not.
         too_late: whether it was ended since its names had not come in time.
+        asleep: whether it still slept when its time was out: an interrupt wakes Python code, but no collective.
     """
 
     def __init__(self, number: int, process: RankProcess) -> None:
@@ -42,7 +44,7 @@ class Rank:
         self.ended_at = self.to_end = self.out_of_time = 0.0
         self.kept: RankKept | None = None
         self.signalled: signal.Signals | None = None
-        self.too_late = False
+        self.too_late = self.asleep = False
 
     def send(self, number: signal.Signals) -> None:
         """Signal the rank, if it is still there."""
@@ -78,7 +80,8 @@ class Rank:
             name = signal.Signals(-code).name
             if self.signalled not in (None, signal.SIGINT) or self.signalled == -code:
                 why = ", since its names did not come in time" if self.too_late else ""
-                return ended(outcome="ended", etype=name, message=f"was ended by {name}{why}")
+                message = f"was ended by {name}{why}"
+                return ended(outcome="ended", etype=name, message=message, asleep=self.asleep)
             return ended(outcome="died", etype=name, message=f"was killed by {killed_by(code)}")
         if not forkserver_outlived:
             return ended(outcome="orphaned", message="was killed with its forkserver")
@@ -156,6 +159,10 @@ class Ending:
         elif not rank.out_of_time:
             rank.out_of_time = now
             if rank.ended is None:
+                seen = _linux.process(rank.process.pid)
+                rank.asleep = (
+                    rank.started and rank.signalled is not None and seen is not None and seen.state == "S"
+                )
                 rank.send(signal.SIGTERM)
         elif now >= rank.out_of_time + deadlines.TERM_TO_KILL:
             rank.kill()

@@ -191,7 +191,8 @@ class Kind:
     guess: Callable[[str], str] = str
 
     def __call__(self, text: str) -> Any:
-        """Return the value of a text; a ValueError: it is not allowed."""
+        """Return the value of a text; a ValueError: it is not allowed, or is not UTF-8."""
+        text.encode()
         if not re.fullmatch(self.pattern, text, re.DOTALL):
             raise ValueError(text)
         return self.make(text)

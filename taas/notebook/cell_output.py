@@ -6,6 +6,7 @@ after other text waits for more of it in ipykernel's streams, as a plain cell's 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ from taas.runs.records import RunRecord
 
 _TOGETHER_SECONDS = 0.005
 """What ranks print within so short a time after something was shown is shown at once."""
+_LONGEST_BAR = 1000
+"""Characters: a longer line that is written over is none that a person looks at."""
 _MESSAGE_SECONDS = 0.2
 """So long ipykernel lets text of a stream wait for more; here the first text does not wait."""
 
@@ -51,6 +54,7 @@ def follow(
                 screen.show(items)
                 time.sleep(_TOGETHER_SECONDS)
             elif reader.over:  # it was before the files were read: that was all
+                screen.end_lines()
                 return reader.record
             elif not ask(reader.record):
                 (wait or reader.wait)(LOOK_SECONDS)
@@ -65,6 +69,67 @@ def say(*lines: str) -> None:
     sys.stdout.flush()
 
 
+def plain_among(record: RunRecord) -> int | None:
+    """Return the rank whose output is the cell's own; None where several are shown, and each has its number."""
+    return None if len(record.cell.spec.shown_ranks()) > 1 else 0
+
+
+class _TaggedLines:
+    """The lines of several ranks on one stream, each behind its rank's number, also where one is written over, as a bar is.
+
+    A front end has one open line. While another rank writes, a rank's bar is taken off it, and comes back with the
+    rank's next text or at the end; an open line that is no bar is ended, and goes on as a new one.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, str] = {}  # by rank, what its open line shows
+        self._bars: set[int] = set()  # of these, the lines that were written over
+        self._on_screen = -1  # whose open line the front end shows
+
+    def add(self, rank: int, text: str) -> str:
+        """Return what the stream has to be given so that it shows a rank's next text."""
+        is_shown = self._on_screen == rank
+        out = [self._make_way(rank)]
+        tag, line = f"[rank {rank}] ", self._open.pop(rank, "")
+        if not is_shown:  # its bar, which another rank's text had taken off the screen
+            out.append(line)
+        for piece in re.split(r"(\r?\n|\r)", text):
+            if piece == "\r":
+                self._bars.add(rank)
+                out.append(piece)
+                line = ""
+            elif piece.endswith("\n"):
+                out.append(piece if line or rank in self._bars else f"{tag}{piece}")
+                self._bars.discard(rank)
+                line = ""
+            elif not piece.strip() and rank in self._bars and not line:  # so a bar is wiped off
+                out.append(f"{' ' * len(tag + piece)}\r")
+            elif piece:
+                out.append(piece if line else f"{tag}{piece}")
+                line = f"{line or tag}{piece}"
+        if line:
+            self._open[rank] = line
+        self._on_screen = rank if line else -1
+        return "".join(out)
+
+    def _make_way(self, rank: int) -> str:
+        """Take another rank's open line off the screen."""
+        other, self._on_screen = self._on_screen, -1
+        if other in (rank, -1):
+            return ""
+        if other in self._bars and len(self._open[other]) <= _LONGEST_BAR:
+            return f"\r{' ' * len(self._open[other])}\r"
+        del self._open[other]
+        self._bars.discard(other)
+        return "\n"
+
+    def end(self) -> str:
+        """Return what shows the bars that are not on the screen, once no rank will write any more."""
+        hidden = [line for rank, line in self._open.items() if rank != self._on_screen]
+        self._open.clear()
+        return "".join(f"\n{line}" for line in hidden)
+
+
 class Screen:
     """Where output of ranks is shown: streams as this process's own, and what taas says.
 
@@ -75,7 +140,7 @@ class Screen:
 
     def __init__(self, plain: int | None = 0, pause: float = 0.0) -> None:
         self._plain, self._pause = plain, pause
-        self._line_open: dict[int, bool] = {}
+        self._lines = {stream: _TaggedLines() for stream in ("stdout", "stderr")}
         self._next = 0.0
 
     def show(self, items: Iterable[Output]) -> None:
@@ -84,7 +149,7 @@ class Screen:
             if item.kind not in ("clear", "update", "comm"):
                 self.settle()
             if item.kind in ("stdout", "stderr"):
-                self._write(item.kind, self._tagged(item.rank, item.text))
+                self._write_of(item.rank, item.kind, item.text)
             elif item.kind == "note":
                 say(item.text)
             else:
@@ -101,13 +166,15 @@ class Screen:
         sys.stderr.flush()
         self._next = time.monotonic() + self._pause
 
-    def _tagged(self, rank: int, text: str) -> str:
-        """Return a text with the rank's number before each of its lines."""
-        if rank == self._plain:
-            return text
-        tag, end = f"[rank {rank}] ", "\n" if text.endswith("\n") else ""
-        begins, self._line_open[rank] = not self._line_open.get(rank), not end
-        return (tag if begins else "") + text.removesuffix("\n").replace("\n", "\n" + tag) + end
+    def _write_of(self, rank: int, stream: str, text: str) -> None:
+        """Write a rank's text, with its number before each line unless it is the plain one."""
+        self._write(stream, text if rank == self._plain else self._lines[stream].add(rank, text))
+
+    def end_lines(self) -> None:
+        """Show what bars were last, of ranks that will not write any more."""
+        for stream, lines in self._lines.items():
+            if rest := lines.end():
+                self._write(stream, rest)
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
         """Show what is no text, with the arguments of IPython's publisher."""
@@ -178,4 +245,4 @@ class TerminalOutput(Screen):
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
         if text := plain_form(kind, arguments):
-            self._write("stderr" if kind == "error" else "stdout", self._tagged(rank, text))
+            self._write_of(rank, "stderr" if kind == "error" else "stdout", text)

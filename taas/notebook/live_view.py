@@ -19,7 +19,7 @@ from taas.capture import NOTHING, Applied, Capture, rebind_answer
 from taas.capture.cells import cell_numbers
 from taas.capture.collected import collect
 from taas.delivery.registered import Registration, apply_final
-from taas.notebook.cell_output import CellOutput, follow, say
+from taas.notebook.cell_output import CellOutput, follow, plain_among, say
 from taas.notebook.tables import Shown, line, notification, status
 from taas.notebook.watched_run import watched
 from taas.runs.events import COLLECTED
@@ -70,7 +70,7 @@ class RunView:
 
     def __init__(self, record: RunRecord, shell: Any, *, live: bool = False) -> None:
         self._shell, self.reader = shell, RunReader(record)
-        self.output = CellOutput(shell, live=live)
+        self.output = CellOutput(shell, plain_among(record), live=live)
         self.output.above = lambda: self.show_line(self.reader.record, below=True)
         self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
         self._printed, self._told, self._line_at = "", _to_be_told(record), 0.0
@@ -228,6 +228,16 @@ _kept: dict[str, tuple[Capture, list[Registration]]] = {}
 """What background runs of this kernel were given, by run id, for their answers change these objects in place; and the
 registered loaders that they iterate."""
 _brought: set[str] = set()
+
+
+def what_next(record: RunRecord) -> str:
+    """Say what a person can do with a run that goes on, or has ended, by itself."""
+    name = record.name
+    if record.live:
+        return f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
+    if _no_names_because(record):
+        return f"%taas logs {name} shows its output"
+    return f"%taas attach {name} brings its output and its names"
 
 
 def keep_capture(run_id: str, captured: Capture, loaders: list[Registration]) -> None:

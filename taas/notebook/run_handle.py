@@ -10,7 +10,7 @@ from IPython.core.getipython import get_ipython
 
 from taas.capture.collected import collect, collected
 from taas.errors import CaptureError, RunStopped, TaasError
-from taas.notebook.live_view import LiveDisplay
+from taas.notebook.live_view import LiveDisplay, what_next
 from taas.notebook.tables import Shown, plain
 from taas.notebook.watched_run import watched
 from taas.runs.events import RankEvents, plain_form, read_arguments
@@ -131,10 +131,10 @@ class RunHandle:
         record, name = read_record(self.folder), self.name
         if record is None:
             return plain(f"{name} was removed"), False
+        hints = what_next(record)
         if self._value:
-            hints = f".result() of this handle is what it returned; .stop(), or %taas stop {name}, ends it"
-        else:
-            hints = f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
+            ends = f"; .stop(), or %taas stop {name}, ends it" if record.live else ""
+            hints = f".result() of this handle is what it returned{ends}"
         return watched(record) + plain(hints), record.live
 
     def __repr__(self) -> str:

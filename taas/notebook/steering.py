@@ -23,7 +23,7 @@ from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, check_ranks, split_words
 from taas.notebook import doctor, tables
 from taas.notebook.bug_report import write_report
-from taas.notebook.cell_output import Screen, TerminalOutput, follow, say
+from taas.notebook.cell_output import Screen, TerminalOutput, follow, plain_among, say
 from taas.notebook.export import export
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
@@ -86,7 +86,7 @@ class Frontend:
 
     def attach(self, record: RunRecord) -> None:
         """Follow a run, and take its names if there is a notebook to take them."""
-        record = _until_seen(record, record.cell.spec.shown_ranks(), TerminalOutput())
+        record = _until_seen(record, record.cell.spec.shown_ranks(), TerminalOutput(plain_among(record)))
         say(tables.line(record).text)
         if record.background:
             say(f"%taas attach {record.name} in a notebook brings its names")
@@ -134,12 +134,13 @@ def _only_run(frontend: Frontend) -> RunRecord:
     """
     live = [record for record in read_records() if record.live]
     mine = frontend.own(live) if frontend.kernel else live
-    if len(mine) != 1:
-        names = ", ".join(f"{record.name} of {record.owner}" for record in live) or "none"
-        raise HeaderError(
-            f"%taas stop: of the runs that go on ({names}), {len(mine)} are meant; type %taas stop and a name"
-        )
-    return mine[0]
+    if len(mine) == 1:
+        return mine[0]
+    if not live:
+        raise HeaderError("%taas stop: no run goes on; %taas history says how the last ones ended")
+    names = ", ".join(f"%taas stop {told_apart(record, live)} ({record.owner})" for record in mine or live)
+    fact = f"{len(mine)} runs go on here" if mine else "no run of this notebook goes on, but others do"
+    raise HeaderError(f"%taas stop: {fact}; type one of {names}")
 
 
 def _stop(frontend: Frontend, line: Line) -> None:

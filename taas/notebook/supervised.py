@@ -19,9 +19,10 @@ import zmq
 
 from taas.engines.chosen import chosen
 from taas.errors import EngineError, HeaderError, RunLost
-from taas.process_log import log_file
+from taas.process_log import how_it_broke, log_file
 from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
 from taas.wire.clients import RunRequest, SupervisorConfig
+from taas.wording import shown
 
 _START_SECONDS = 60.0
 
@@ -68,8 +69,7 @@ class Supervised(Wire):
         if self._pidfd in ready and self.heard_at == before:
             self.close()
             raise RunLost(
-                "the supervisor was killed (by somebody, or the out-of-memory killer: see dmesg) or broke down (see "
-                f"{log_file(self.pid)}), and all ranks with it. Nothing came back; the next cell starts a new one."
+                f"{_how_it_ended(self.pid)}, and all ranks with it. Nothing came back; the next cell starts a new one."
             )
 
     @property
@@ -100,6 +100,16 @@ class Supervised(Wire):
         if self._life >= 0:
             os.close(self._life)
             self._life = -1
+
+
+def _how_it_ended(supervisor: int) -> str:
+    """Say what ended a supervisor: an error of its own, which is in its log, or else a signal."""
+    if broke := how_it_broke(supervisor):
+        return (
+            f"the supervisor broke down of an error of its own ({shown(broke, 200)}; {log_file(supervisor)} has more, and "
+            "`%taas doctor --report RUN` puts it into a file for a bug report)"
+        )
+    return "the supervisor was killed (by somebody, or the out-of-memory killer: see dmesg)"
 
 
 def _start(config: SupervisorConfig) -> Connection:

@@ -14,7 +14,7 @@ from taas.capture.setup_cells import SetupCell
 from taas.config import Catalog
 from taas.header.options import SETTINGS
 from taas.runs.records import RunRecord, told_apart
-from taas.runs.stacks import StackGroup
+from taas.runs.stacks import StackGroup, Trouble
 from taas.wording import counted, named, ranks_in_words, size_in_words
 from taas.wording import shown as on_one_line
 
@@ -105,6 +105,12 @@ def _cell(record: RunRecord) -> str:
 
 def why(record: RunRecord) -> str:
     """Return how a run ended, in words; empty if there is nothing to say."""
+    trouble = "" if record.live or record.trouble is None else record.trouble.headline
+    return "; ".join(filter(None, (_cause(record), trouble)))
+
+
+def _cause(record: RunRecord) -> str:
+    """Return what ended a run that did not end well, with the error that a rank raised."""
     first = record.first
     if record.outcome == "failed" and first is not None:
         said = f"{first.etype}: {first.message}" if first.outcome == "raised" else first.message
@@ -159,17 +165,22 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
         parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
     parts += [_delivery(record), _written(now) if record.live else ""]
     head = f"{_MARKS[record.outcome or 'live']} {record.name} {_state(record)}"
+    if record.outcome in ("failed", "lost") and (cause := _cause(record)):
+        head += f": {on_one_line(cause, _WHERE_WIDTH)}"
     quiet = " · ".join(["", *filter(None, parts)])
     dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
     shown = Shown(head + quiet, f"<div><b>{html.escape(head)}</b>{dim}</div>")
     if note := _note(record):
-        return shown + Shown(f"  {note}", plain(note).html)
-    trouble = record.trouble
-    if trouble is None or not record.live:
-        return shown
-    headline = Shown(f"! {trouble.headline}", f"<div><b>{html.escape(trouble.headline)}</b></div>")
-    advice = plain(f"The run goes on. To end it: interrupt the cell, or %taas stop {record.name}.")
-    whole = shown + headline + stacks(trouble.places) + advice
+        shown += Shown(f"  {note}", plain(note).html)
+    return shown if record.trouble is None else _with_trouble(shown, record, record.trouble)
+
+
+def _with_trouble(shown: Shown, record: RunRecord, trouble: Trouble) -> Shown:
+    """Add what is wrong with a run, and where its ranks stand; once it is over, where they stood."""
+    said = trouble.headline if record.live else f"before it ended: {trouble.headline}"
+    whole = shown + Shown(f"! {said}", f"<div><b>{html.escape(said)}</b></div>") + stacks(trouble.places)
+    if record.state == "running":
+        whole += plain(f"The run goes on. To end it: interrupt the cell, or %taas stop {record.name}.")
     return Shown(whole.text, f'<div style="border-left:3px solid #c60;padding-left:.6em">{whole.html}</div>')
 
 

@@ -167,9 +167,14 @@ def failed(
         outcome=outcome,
         at=time.time(),
         etype=type(error).__name__,
-        message=text if reason is None else f"{text}{' ' if text.endswith('.') else ': '}{reason}",
+        message=text if reason is None else f"{text}{_joint(text)}{reason}",
         traceback=fitting_lines(lines),
     )
+
+
+def _joint(text: str) -> str:
+    """Return what stands between the text of an error and what taas knows of it."""
+    return "" if not text else " " if text.endswith(".") else ": "
 
 
 def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True) -> RankEnded:
@@ -215,7 +220,8 @@ def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
 
 def _last_word(number: int, arrival: Any, *, last: bool = True) -> RankEnded:
     """Say how a rank ended whose main thread is stuck; not the ``last`` word: how it stands, should it end now."""
-    ended = failed(number, KeyboardInterrupt())
+    beside = threading.current_thread() is not threading.main_thread()  # which sleeps in C code
+    ended = msgspec.structs.replace(failed(number, KeyboardInterrupt()), asleep=beside)
     if not last:
         ended = msgspec.structs.replace(ended, outcome="stood")
     with adopt.waits.beside_gpu_work():

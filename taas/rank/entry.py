@@ -32,6 +32,7 @@ from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with
 from taas.rank.outlet import Outlet
 from taas.rank.shell import RankShell, make_ready
 from taas.rank_storage import Guard, guard, scratch_of
+from taas.runs.places import no_room
 from taas.runs.stacks import answer_requests
 from taas.wire.ranks import Preparation, RankEnded, RankKept, RankOrder, RankStart, preparation_of
 
@@ -53,6 +54,10 @@ def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
         os._exit(status)
 
 
+def _lines_of(error: BaseException) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()
+
+
 class _Orders:
     """What this process is told, one cell after the other."""
 
@@ -65,7 +70,12 @@ class _Orders:
         while (order := self._link.next_order()) is not None:
             lifeline.name_process(lifeline.OWN_NAME)
             start, payload = order
-            ended = self._be(start, payload)
+            try:
+                ended = self._be(start, payload)
+            except OSError as error:  # its output file cannot be made, or not even its last word be sent
+                ended = failed(start.rank, error, _lines_of(error), no_room(error) or None)
+                self._link.send(ended)
+                break
             if self._rank is None:  # it could not become one
                 break
         done = ended is None or ended.outcome == "done"
@@ -106,7 +116,7 @@ class _Orders:
             shown = "".join(traceback.format_exception(error.__cause__ or error))
             return failed(start.rank, error, shown.splitlines())
         except BaseException as error:
-            return failed(start.rank, error, "".join(traceback.format_exception(error)).splitlines())
+            return failed(start.rank, error, _lines_of(error), no_room(error) or None)
         finally:
             os.close(payload)
         return run_cell(start, self._rank, self._link, self._outlet)

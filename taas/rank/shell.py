@@ -28,6 +28,7 @@ from taas.capture.cells import magic_on_top
 from taas.capture.process_state import ProcessState
 from taas.delivery.failures import hide_machinery
 from taas.notebook.comms import open_comms_to
+from taas.rank.debugger import leave_debuggers, show_users_frames
 from taas.rank.outlet import Outlet
 from taas.wire.ranks import Preparation
 from taas.wording import fitting_lines, text_of
@@ -144,6 +145,7 @@ class RankShell(InteractiveShell):
         try:
             return self.run_cell(magic_on_top(cell), store_history=True, silent=False)
         finally:
+            leave_debuggers()
             self.outlet.take_back()
 
 
@@ -176,6 +178,7 @@ def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
     The outlet may be opened later.
     """
     _forget_forkserver()
+    show_users_frames()
     os.environ.clear()
     os.environ.update(preparation.environ)
     os.chdir(preparation.project)

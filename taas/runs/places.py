@@ -6,6 +6,7 @@ A process id is given to others later on, so what is kept of a process is the id
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import socket
@@ -17,9 +18,10 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from taas._linux import process
 from taas.errors import EngineError
-from taas.wording import size_in_words
+from taas.wording import shown_path, size_in_words
 
 _ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
+_FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # at most, with their folders
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0  # after that, what a process of another machine left is left behind
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
@@ -45,20 +47,25 @@ def write_private(path: Path, data: bytes | mmap.mmap) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def check_room(*, local: bool) -> None:
+def check_room(ranks: int, *, local: bool) -> None:
     """Look whether there is room for a run: for its folder, and for the semaphores that ranks here are started with.
+
+    ``ranks``: how many there will be, each with files of its own in the run's folder.
 
     An EngineError names the folder, what it lacks, and what to do.
     """
     root = Path(jupyter_runtime_dir()) / "taas"
     try:
+        str(root).encode()
         runtime_folder("runs")
-        lack = _lack(root)
+        lack = _lack(root, files=_FILES_OF_RUN + _FILES_OF_RANK * ranks)
+    except UnicodeEncodeError:
+        lack = "has a name that is not UTF-8"
     except OSError as error:
         lack = f"cannot be made: {error.strerror}"
     if lack:
         raise EngineError(
-            f"{root}, where runs keep record and output, {lack}: nothing was started. Make room there, or start "
+            f"{shown_path(root)}, where runs keep record and output, {lack}: nothing was started. Make room there, or start "
             "Jupyter with JUPYTER_RUNTIME_DIR set to a folder that has some."
         )
     if local and (lack := _lack(_SHARED_MEMORY)):
@@ -68,7 +75,17 @@ def check_room(*, local: bool) -> None:
         )
 
 
-def _lack(folder: Path) -> str:
+def no_room(error: BaseException) -> str:
+    """Return what to do about an error of a full disk; nothing for others."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    return (
+        "there is no room, or no inode (df -i), for the run's files. Make room there, or start Jupyter with "
+        "JUPYTER_RUNTIME_DIR set to a folder that has some"
+    )
+
+
+def _lack(folder: Path, files: int = 1) -> str:
     if not folder.is_dir():
         return "is not there"
     disk = os.statvfs(folder)
@@ -77,7 +94,11 @@ def _lack(folder: Path) -> str:
         return "is read-only"
     if free < _ROOM:
         return f"is full ({size_in_words(free)} left)"
-    return "is full (no file more)" if disk.f_files and not disk.f_ffree else ""
+    if (
+        disk.f_files and disk.f_ffree < files
+    ):  # some file systems make inodes as they need them, and say 0 of 0
+        return f"is full (room for {disk.f_ffree} more files, and the run makes {files})"
+    return ""
 
 
 class ProcessMark(msgspec.Struct, frozen=True):

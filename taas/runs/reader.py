@@ -122,6 +122,19 @@ def interrupted(fact: str) -> KeyboardInterrupt:
     return error
 
 
+def _others_in_words(record: RunRecord) -> str:
+    """Say what became of the other ranks when one had failed."""
+    said = ""
+    if record.waited:
+        all_others = record.waited == record.cell.spec.world_size - 1
+        who = f"other {record.waited} were" if record.waited > 1 else "other one was"
+        some = f"{counted(record.waited, 'other')} {'was' if record.waited == 1 else 'were'}"
+        said = f" {f'The {who}' if all_others else some} waiting for it."
+    if record.others:
+        said += f" {counted(record.others, 'more rank')} failed after it."
+    return said
+
+
 def cell_failed(record: RunRecord) -> CellFailed:
     """Build the error that shows the failing rank's own traceback."""
     first = record.first
@@ -130,7 +143,7 @@ def cell_failed(record: RunRecord) -> CellFailed:
     how = {"raised": raised, "interrupted": raised, "exited": f"called sys.exit({first.message})"}
     fact = how.get(first.outcome, first.message)
     clue = f"{record.message} before " if record.message else ""
-    others = f" {counted(record.others, 'more rank')} failed after it." if record.others else ""
+    others = _others_in_words(record)
     fate = "All ranks stay" if record.kept_ranks else "All ranks were ended"
 
     def told(fact: str) -> str:
@@ -143,6 +156,7 @@ def cell_failed(record: RunRecord) -> CellFailed:
     if said and words.startswith(said):
         more = words[len(said) :].lstrip(": ")
         error.below_traceback = told(f"raised the {first.etype} above{': ' if more else ''}{more}")
-    error.run, error.rank, error.vm, error.others = record.name, first.rank, record.vm, record.others
+    error.run, error.rank, error.vm = record.name, first.rank, record.vm
+    error.others = record.others + record.waited
     error.etype, error.traceback_lines = first.etype, first.traceback
     return error

@@ -34,6 +34,7 @@ import msgspec
 from taas._linux import remove_tree
 from taas.delivery.config import Delivered
 from taas.errors import DamagedAnswer, HeaderError
+from taas.process_log import how_it_broke
 from taas.runs.places import ProcessMark, runtime_folder, write_private
 from taas.runs.stacks import Trouble
 from taas.wire.framing import MessageReader, Unreadable
@@ -53,7 +54,8 @@ class Verdict(msgspec.Struct, kw_only=True):
         outcome: ``done``, ``failed``, ``interrupted`` or ``lost``; empty before.
         first: of the first failing rank.
         vm: where that was; empty where the run has this machine alone.
-        others: how many ranks failed after it.
+        others: how many ranks failed after it, of something else than waiting for it.
+        waited: how many ranks stood in a collective that could not end without it.
         message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``: from where, if
             that was not its own cell, and what failed while the cell was finishing.
         names: what became of rank 0's names, if it is not done.
@@ -64,6 +66,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     first: RankEnded | None = None
     vm: str = ""
     others: int = 0
+    waited: int = 0
     message: str = ""
     names: str = "no names came back"
     error: str = "RunLost"
@@ -85,7 +88,7 @@ class RunRecord(Verdict, kw_only=True):
         submitted, ended: seconds since the epoch, 0 before.
         losses: what was lost before each new start, a line for the user each.
         notices: lines for the user.
-        trouble: what is wrong while it goes on.
+        trouble: what is wrong while it goes on; what was wrong to its end, if it did not end well.
         questions: what its ranks ask the person at the keyboard, and wait for.
         use: what its ranks use, in the order of their numbers.
         curve: how busy they were, in percent, in as many equal parts of its time.
@@ -219,14 +222,16 @@ def read_record(folder: Path) -> RunRecord | None:
         if not again.live:
             return again  # it ended in the very moment
         record.state, record.outcome, record.ended = "over", "lost", file.st_mtime
-        gone = "supervisor was killed" if record.kernel.lives else "notebook's kernel ended"
+        broke = how_it_broke(record.supervisor.pid)
+        gone = f"supervisor broke down ({shown(broke, 200)})" if broke else "supervisor was killed"
+        gone = gone if record.kernel.lives else "notebook's kernel ended"
         record.message = f"the {gone}, and all ranks with it"
         if record.supervisor.elsewhere:
             record.message = (
                 f"its supervisor is, or was, on {record.supervisor.host}, and cannot be seen from this machine: "
                 "look there whether it goes on"
             )
-        record.trouble, record.questions = None, ()
+        record.questions = ()
     return record
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taas.errors import HeaderError, StorageDenied
-from taas.wording import refusal, shown, text_of
+from taas.wording import first_line, refusal, shown, shown_path, text_of
 
 _SYSTEM = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/run")  # noqa: S108 named, never written
 _CACHES = (
@@ -123,15 +123,28 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
     """
     root, missing = project.resolve(), []
     for path in shared:
-        place = (root / path).resolve()
-        if place.is_dir() and not root.is_relative_to(place):
-            continue
-        if os.path.lexists(root / path) or not place.is_relative_to(root):
+        fact = f"--shared {shown(path)}"
+        if path.startswith("~") and (home := os.path.expanduser(path)) != path:
+            raise HeaderError(
+                refusal(f"{fact} is no path to a home directory", f"type --shared {shown_path(home)}")
+            )
+        try:
+            place = (root / path).resolve()
+            if place.is_dir() and not root.is_relative_to(place):
+                continue
+            may_be_made = not os.path.lexists(root / path) and place.is_relative_to(root)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # too long, a loop of links, a folder that may not be entered
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise HeaderError(refusal(f"{fact}: {why}", "type --shared checkpoints")) from None
+        if not may_be_made:
             allowed = (
                 "a directory inside the project, there or not, or one elsewhere that is there, and neither the project "
                 "nor what holds it"
             )
-            raise HeaderError(refusal(f"--shared {shown(path)}", "type --shared checkpoints", allowed))
+            raise HeaderError(refusal(fact, "type --shared checkpoints", allowed))
         missing.append(place)
     return missing
 

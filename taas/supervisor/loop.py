@@ -21,7 +21,7 @@ from taas.engines import Engine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.process_log import log_message
 from taas.rank.lifeline import KernelTie
-from taas.runs.places import ProcessMark
+from taas.runs.places import ProcessMark, no_room
 from taas.runs.records import Verdict, make_room, read_records
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet, KeptRanks
@@ -399,7 +399,8 @@ def _refused(error: Exception) -> Refused:
     if isinstance(error, EngineError):
         refused = Refused(error=type(error).__name__, message=str(error))
     else:
-        refused = Refused(error=EngineError.__name__, message=f"the run could not begin: {error}")
+        said = ("the run could not begin", str(error), no_room(error))
+        refused = Refused(error=EngineError.__name__, message=": ".join(filter(None, said)))
     logger.warning("a run is refused: %s", refused.error)
     return refused
 
@@ -436,6 +437,6 @@ def main() -> None:
             os.dup2(1, 2)
         supervisor.run()
     except Exception:  # its agents end with it; the notebook says where to look
-        logger.exception("the supervisor broke down")
+        logger.exception(process_log.BROKE_DOWN)
     finally:
         remove_tree(scratch)

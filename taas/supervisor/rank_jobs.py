@@ -298,11 +298,14 @@ class Findings:
         if not undone:
             return Verdict(outcome="done")
         first = self._blame(failed or undone)
+        waited = self._waited_for(first, undone)
+        others = [ended for ended in failed if ended is not first and ended not in waited]
         return over(
             outcome="failed",
             first=first,
             vm=self._vm_of(first.rank),
-            others=max(0, len(failed) - 1),
+            others=len(others),
+            waited=len(waited),
             message=self._left_before(first),
         )
 
@@ -334,6 +337,14 @@ class Findings:
         done = [ended for ended in self.ended.values() if ended.outcome == "done"]
         left = [ended.rank for ended in done if ended.at < first.at]
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
+
+    def _waited_for(self, first: RankEnded, undone: list[RankEnded]) -> list[RankEnded]:
+        """Return the ranks whose only fault is that a collective of theirs missed the first one."""
+        if failed_in_collective(first):  # whom it missed is another question
+            return []
+        return [
+            ended for ended in undone if ended is not first and (ended.asleep or failed_in_collective(ended))
+        ]
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return what failed first, among ranks that may have failed because of each other.

@@ -128,7 +128,7 @@ class Recorder:
             notices=notices,
             kept_ranks=kept_ranks,
             curve=self._curve(),
-            trouble=None,
+            trouble=None if verdict.outcome == "done" else self.record.trouble,
             questions=(),
         )
 

@@ -39,6 +39,11 @@ def make_short_folder() -> str:
     """
     refused = []
     for base in dict.fromkeys((tempfile.gettempdir(), *_INSTEAD)):
+        try:
+            base.encode()  # messages name it
+        except UnicodeEncodeError:
+            refused.append(f"{base!a} is not UTF-8")
+            continue
         if len(os.fsencode(base)) > LONGEST_BASE:
             refused.append(f"{base} is too long for the path of a socket")
             continue

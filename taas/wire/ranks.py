@@ -47,6 +47,7 @@ class RankEnded(Message, frozen=True):
         message: the exception's text, or what is known.
         answer: rank 0's names: at the end of the cell, or as they stood when it failed or was ended.
         notices: lines for the user.
+        asleep: it was ended while it slept in C code, from which no interrupt had woken it, as a collective does.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankEnded(Message, frozen=True):
     traceback: tuple[str, ...] = ()
     answer: Memory | None = None
     notices: tuple[str, ...] = ()
+    asleep: bool = False
 
 
 class Asking(Message, frozen=True):
