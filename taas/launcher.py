@@ -29,7 +29,7 @@ from taas.header.options import RunSpec
 from taas.memory_limits import memory_left
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
-from taas.notebook.live_view import keep_capture
+from taas.notebook.live_view import keep_capture, notify_at_end
 from taas.notebook.reached_code import takes_first_gpu_for_its_own
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
@@ -114,6 +114,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue
             supervisor = supervised(warm=local)
             if spec.background:
                 record = start_background(supervisor, submit, interrupts)
+                notify_at_end(record, shell)
                 if spec.returned != ():  # else nothing of it will change in the notebook
                     keep_capture(record.id, captured, loaders)
                 return record

@@ -149,6 +149,7 @@ def start_ahead(shell: Any) -> None:
     """Start what the first cell will need, if a cell loads taas: the profile's startup folder does it in every kernel."""
     if sys.displayhook is shell.displayhook:
         _frontend().start_ahead()
+        _frontend().mend(shell)
 
 
 def _release_what_is_left(_result: object) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from notebook_harness import Notebook, gone, terminal, until
@@ -17,6 +20,7 @@ pytestmark = pytest.mark.slow
 GATED = """
 import os, time
 from pathlib import Path
+from typing import Any
 print("ready", flush=True)
 while not Path("{gate}").exists():
     time.sleep(0.02)
@@ -213,3 +217,93 @@ def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) ->
     finally:
         for book in books.values():
             book.close()
+
+
+def heard(notebook: Notebook, text: str, seconds: float = 120) -> dict[str, Any]:
+    """Wait for a display, of whichever cell, whose HTML has a text."""
+    deadline = time.monotonic() + seconds
+    while True:
+        message = notebook._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+        if message["msg_type"] == "display_data" and text in message["content"]["data"].get("text/html", ""):
+            return message["content"]["data"]
+
+
+def test_a_background_run_notifies(notebook: Notebook) -> None:
+    """The browser is asked at the start, and told at the end, once, though the run is attached afterwards; not hours later."""
+    notebook.start(
+        "#pragma taas --gpus 1 --background --notify --name told\nimport time\nfrom pathlib import Path\n"
+        "while not Path('go-on').exists(): time.sleep(0.02)\nraise ValueError('at night')"
+    )
+    assert "new Notification(" not in heard(notebook, "requestPermission")["text/html"]
+    notebook.end()
+    (notebook.folder / "go-on").touch()
+    said = heard(notebook, "new Notification(")["text/html"]
+    assert '["told failed", "rank 0: ValueError: at night"]' in said
+    assert re.search(r"if\(Date\.now\(\)/1e3<\d+\)new Notification", said)
+    ran = notebook.run("%taas attach told")
+    assert ran.ename == "CellFailed"
+    assert not [one for one in ran.displays if "Notification" in one["data"].get("text/html", "")]
+    (notebook.folder / "go-on").unlink()
+
+
+def test_without_the_option_nobody_is_notified(notebook: Notebook) -> None:
+    """Neither in the background nor in the foreground."""
+    ran = notebook.good("#pragma taas --gpus 1\npass")
+    assert not [one for one in ran.displays if "Notification" in one["data"].get("text/html", "")]
+
+
+CUT_OFF = {
+    "in the foreground, the kernel killed": ("", "lost: the notebook's kernel ended"),
+    "in the background, going on": (" --background", "running"),
+}
+
+
+@pytest.mark.parametrize("run", CUT_OFF)
+def test_the_next_kernel_of_a_notebook_mends_its_lines(tmp_path: Path, run: str) -> None:
+    """A line that its kernel left says that it may be stale; the next kernel has the page show what became of the run."""
+    options, said = CUT_OFF[run]
+    environ = {"JPY_SESSION_NAME": str(tmp_path / "book.ipynb")}
+    first = Notebook(tmp_path, environ=environ)
+    try:
+        first.good("%load_ext taas")
+        first.start(
+            f"#pragma taas --gpus 1{options} --name cut\nimport time\nprint('ready', flush=True)\n"
+            "from pathlib import Path\nwhile not Path('go-on').exists(): time.sleep(0.02)"
+        )
+        if options:
+            first.end()
+            until(lambda: [record.state for record in read_records() if record.name == "cut"] == ["running"])
+        else:
+            first.wait_for("ready")
+            first.wait_for_line("running")
+        shown = [*first._ran.displays, *first._ran.updates][-1]["data"]["text/html"]
+        first.kill()
+    finally:
+        first.close()
+    [line] = re.findall(r'data-taas-line="(\w+)"', shown)
+    assert "may be stale: not updated since" in shown
+    second = Notebook(tmp_path, environ=environ)
+    try:
+        second.start("%load_ext taas")
+        mended = heard(second, "outerHTML")["text/html"]
+        second.end()
+        assert line in mended
+        assert f"cut {said}" in html.unescape(mended)
+        (tmp_path / "go-on").touch()
+        until(lambda: not any(record.live for record in read_records()))
+        third = second.run("#pragma taas --gpus 1\npass")
+        assert not [one for one in third.displays if "outerHTML" in one["data"].get("text/html", "")]
+        assert "stale" not in third.updates[-1]["data"]["text/html"]
+    finally:
+        second.close()
+
+
+def test_a_line_that_waits_for_a_person_is_not_stale(notebook: Notebook) -> None:
+    """It stands still until there is an answer."""
+    notebook.start("#pragma taas --gpus 1\nx = input('who? ')", keyboard=True)
+    notebook.asked()
+    last = notebook._ran.updates[-1]["data"]["text/html"]
+    notebook.answer("me")
+    notebook.end()
+    assert "asked for an answer" in last
+    assert "stale" not in last

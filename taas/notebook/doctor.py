@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ print(json.dumps({
     "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else [],
 }))
 """
+_MARKS = {"ok": "✓", "note": "!", "bad": "✗"}
+_WIDTH = len("shared memory")
 _ON_A_NODE = """
 import json, os, socket, sys
 from taas.versions import versions
@@ -57,28 +59,76 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> Iterator[Finding]:
     """Look at everything a run needs on this machine. Takes some seconds: torch is asked in a process of its own."""
-    looks = (_packages, _torch, _machine, _write_rule)
-    return [finding for look in looks for finding in look()]
+    for look in (_packages, _torch, _monitoring, _machine, _write_rule):
+        yield from look()
 
 
-def report(findings: Sequence[Finding]) -> Shown:
-    """Show findings, a line each, with what to do below those that ask for it."""
-    marks = {"ok": "✓", "note": "!", "bad": "✗"}
-    rows = [(marks[finding.verdict], finding.what, finding.fact) for finding in findings]
-    bad = sum(finding.verdict == "bad" for finding in findings)
-    verdict = f"{counted(bad, 'thing')} to do before runs work" if bad else "runs work here"
+def as_text(findings: Iterable[Finding]) -> Iterator[str]:
+    """Give a report for a terminal, each line as soon as it is known."""
+    known = list[Finding]()
+    for finding in findings:
+        known.append(finding)
+        yield f"{_MARKS[finding.verdict]}  {finding.what:<{_WIDTH}}  {finding.fact}"
+        if finding.advice:
+            yield f"    -> {finding.advice}"
+    yield _verdict(known)
+
+
+def report(findings: Sequence[Finding], *, goes_on: bool = False) -> Shown:
+    """Show findings, a line each, with what to do below those that ask for it; ``goes_on``: there will be more."""
+    rows = [(_MARKS[finding.verdict], finding.what, finding.fact) for finding in findings]
     remarks = [finding.advice and f"-> {finding.advice}" for finding in findings]
-    return table(("", "looked at", "found"), rows, remarks) + plain(verdict)
+    below = plain("looking on …" if goes_on else _verdict(findings))
+    return table(("", "looked at", "found"), rows, remarks) + below
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    bad = sum(finding.verdict == "bad" for finding in findings)
+    return f"{counted(bad, 'thing')} to do before runs work" if bad else "runs work here"
 
 
 def _packages() -> Iterable[Finding]:
     found = [f"Python {platform.python_version()} on Linux {platform.release()}, {sys.executable}"]
-    for name in ("jupyter-taas", "ipython", "ipykernel", "pyzmq", "msgspec", "cloudpickle", "psutil", "ray"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Ray is for many machines alone
-            found.append(f"{name} {importlib.metadata.version(name)}")
+    names = (
+        "jupyter-taas",
+        "ipython",
+        "ipykernel",
+        "pyzmq",
+        "msgspec",
+        "cloudpickle",
+        "psutil",
+        "ray",
+        _NVML,
+    )
+    for name in names:
+        if version := _version(name):  # Ray is for many machines alone, the last one for NVIDIA's GPUs
+            found.append(f"{name} {version}")
     yield Finding("ok", "packages", ", ".join(found))
+
+
+_NVML = "nvidia-ml-py"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _monitoring(root: Path = Path("/")) -> Iterable[Finding]:
+    """Whether what GPUs do can be asked for, where there are some."""
+    if not present_gpus(root):
+        return
+    if version := _version(_NVML):
+        yield Finding("ok", _NVML, f"{version}: a run's rows show what its GPUs do")
+    else:
+        fact = (
+            "not installed: a run's rows do not show how busy its GPUs are, nor the memory that is used there"
+        )
+        yield Finding("note", _NVML, fact, f"pip install {_NVML}")
 
 
 def _torch() -> Iterable[Finding]:

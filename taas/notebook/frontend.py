@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from taas.errors import HeaderError
 from taas.header.grammar import HeaderText, find_header, has_code, is_setup, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.cell_output import CellOutput, Screen
-from taas.notebook.live_view import attach, show_live_table
+from taas.notebook.doctor import Finding, report
+from taas.notebook.live_view import UpdatedView, attach, mend_lines, show_live_table
 from taas.notebook.run_handle import RunHandle
 from taas.notebook.steering import Frontend, do
 from taas.notebook.supervised import release_ahead, start_ahead
@@ -34,6 +36,7 @@ __all__ = [
     "debug_rank",
     "do",
     "may_be_setup",
+    "mend",
     "note_setup",
     "release_ahead",
     "run_cell",
@@ -48,6 +51,7 @@ _NO_FRAME = 1 << 30
 
 def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
     """Run a cell in ranks; a `HeaderError` says that the header asks for what cannot be, or that nothing stands below it."""
+    mend(shell)
     if is_setup(header) and (why := _why_no_setup(cell)) is not None:
         raise HeaderError(why)
     spec = parse_header(
@@ -61,6 +65,12 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
         raise HeaderError(_NO_CODE)
     record = launch(spec, cell, shell)
     return None if record is None else RunHandle(record)
+
+
+def mend(shell: Any) -> None:
+    """Have lines of this notebook's earlier kernels say how their runs are now, where the front end can."""
+    with contextlib.suppress(HeaderError):  # its folder was removed
+        mend_lines(shell, notebook_path(shell), str(project_folder()))
 
 
 def may_be_setup(cell: str) -> bool:
@@ -145,6 +155,17 @@ class NotebookFrontend(Frontend):
             super().show_ranks(record)
         else:
             display(RunHandle(record))
+
+    def show_findings(self, findings: Iterable[Finding]) -> None:
+        """Show what is found as it is found, in one table where there is a front end to update it."""
+        if not hasattr(self._shell, "kernel"):
+            super().show_findings(findings)
+            return
+        display, known = UpdatedView(self._shell.display_pub), list[Finding]()
+        for finding in findings:
+            known.append(finding)
+            display.show(report(known, goes_on=True))
+        display.show(report(known))
 
     def screen(self, plain: int | None) -> Screen:
         """Return this cell."""

@@ -20,22 +20,24 @@ from taas.capture.cells import cell_numbers
 from taas.capture.collected import collect
 from taas.delivery.registered import Registration, apply_final
 from taas.notebook.cell_output import CellOutput, follow, plain_among, say
-from taas.notebook.tables import Shown, line, notification, status
+from taas.notebook.tables import Shown, line, mending, notification, status
 from taas.notebook.watched_run import watched
 from taas.runs.events import COLLECTED
 from taas.runs.places import ProcessMark
-from taas.runs.reader import RunReader, finish
-from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_records
+from taas.runs.reader import LOOK_SECONDS, RunReader, finish
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, of_notebook, open_kept, read_records
 from taas.supervisor import connections
 from taas.wire.ranks import Answer, Asking
 
 _DISPLAY_SECONDS = 1.0
 """Between two messages of a view, but where something is new that a person waits for."""
+_MOST_MENDED, _MEND_SECONDS = 20, 10.0
+"""Lines of earlier kernels; seconds until their foreground runs are over."""
 _TURN_SECONDS = 0.3
 """So long after an answer the next question is expected of the same rank: a debugger asks again and again."""
 
 
-class _Updated:
+class UpdatedView:
     """A view that a front end replaces in place, when its text differs; the finished notebook keeps the last one."""
 
     def __init__(self, publisher: Any) -> None:
@@ -72,12 +74,13 @@ class RunView:
         self._shell, self.reader = shell, RunReader(record)
         self.output = CellOutput(shell, plain_among(record), live=live)
         self.output.above = lambda: self.show_line(self.reader.record, below=True)
-        self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
+        self._display = UpdatedView(shell.display_pub) if hasattr(shell, "kernel") else None
         self._printed, self._told, self._line_at = "", _to_be_told(record), 0.0
         self._answered: set[tuple[int, int, int]] = set()
         """By start of the run, rank and number: the questions that were answered here."""
         self._turn, self._turn_until = -1, 0.0
-        if record.cell.spec.notify and self._display is not None:
+        self._saw_live = record.live
+        if record.cell.spec.notify and self._display is not None and record.live:
             shell.display_pub.publish(notification(record))
         self.show_line(record, at_once=True)
 
@@ -174,14 +177,76 @@ class RunView:
     def end(self) -> None:
         """Show how the run ended."""
         record = self.reader.record
-        if record.cell.spec.notify and hasattr(self._shell, "kernel"):
-            self._shell.display_pub.publish(notification(record))
-        elif record.cell.spec.notify:
-            sys.stdout.write("\a")
+        if self._saw_live:
+            notify(record, self._shell)
         if record.notices or record.outcome != "done":
             self.output.settle()  # there is more to be shown
         self.show_line(record, at_once=True)
         say(*record.notices)
+
+
+_notified: set[str] = set()
+
+
+def notify(record: RunRecord, shell: Any) -> None:
+    """Tell a person once, if the header asks for it, that a run has ended: by the browser, or by a terminal's bell."""
+    if not record.cell.spec.notify or record.id in _notified:
+        return
+    _notified.add(record.id)
+    if hasattr(shell, "kernel"):
+        shell.display_pub.publish(notification(record))
+    else:
+        sys.stdout.write("\a")
+        sys.stdout.flush()
+
+
+def notify_at_end(record: RunRecord, shell: Any) -> None:
+    """Tell a person that a run has ended which goes on by itself; in a browser, ask now whether that may be done."""
+    if not record.cell.spec.notify:
+        return
+    if hasattr(shell, "kernel"):
+        shell.display_pub.publish(notification(record))
+
+    def wait() -> None:
+        reader = RunReader(record, ())
+        while not reader.over:
+            reader.wait(LOOK_SECONDS)
+            reader.look()
+        notify(reader.record, shell)
+
+    threading.Thread(target=wait, name="taas-notifies", daemon=True).start()
+
+
+_mended = False
+
+
+def mend_lines(shell: Any, notebook: str, project: str) -> None:
+    """Have the page show how runs of this notebook's earlier kernels are now, where their lines stand; once.
+
+    These lines stand as the kernels left them. A front end that runs scripts has them mended; the notebook's file has not.
+    """
+    global _mended
+    if _mended or not hasattr(shell, "kernel"):
+        return
+    _mended = True
+    threading.Thread(target=_mend, args=(shell, notebook, project), name="taas-mends", daemon=True).start()
+
+
+def _mend(shell: Any, notebook: str, project: str) -> None:
+    me = ProcessMark.of(os.getpid())
+    found = [
+        record
+        for record in of_notebook(read_records(), me.pid, notebook, project)
+        if record.kernel != me and (record.background or record.live or record.outcome == "lost")
+    ]
+    readers = [RunReader(record, ()) for record in found[-_MOST_MENDED:]]
+    until = time.monotonic() + _MEND_SECONDS
+    for reader in readers:  # a run in the foreground ends soon after its kernel
+        while reader.record.live and not reader.record.background and time.monotonic() < until:
+            reader.wait(LOOK_SECONDS)
+            reader.look()
+    if readers:
+        shell.display_pub.publish(mending([reader.record for reader in readers]))
 
 
 class LiveDisplay:
@@ -191,7 +256,7 @@ class LiveDisplay:
     """
 
     def __init__(self, publisher: Any, look: Callable[[], tuple[Shown, bool]]) -> None:
-        self._display, self._look = _Updated(publisher), look
+        self._display, self._look = UpdatedView(publisher), look
         self.superseded = threading.Event()
         if self._show():
             threading.Thread(target=self._follow, name="taas-display", daemon=True).start()

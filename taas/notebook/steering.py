@@ -24,6 +24,7 @@ from taas.header.arguments import Line, check_ranks, split_words
 from taas.notebook import doctor, tables
 from taas.notebook.bug_report import write_report
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, plain_among, say
+from taas.notebook.doctor import Finding
 from taas.notebook.export import export
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
@@ -79,6 +80,12 @@ class Frontend:
                 if reader.over or terminal is None:
                     return
                 time.sleep(_TOP_SECONDS)
+
+    def show_findings(self, findings: Iterable[Finding]) -> None:
+        """Show what is found as it is found: a look may take a minute."""
+        for text in doctor.as_text(findings):
+            sys.stdout.write(as_in_terminal(text) + "\n")
+            sys.stdout.flush()
 
     def screen(self, plain: int | None) -> Screen:
         """Return where ranks' output is shown; lines of the rank ``plain`` carry no number."""
@@ -195,7 +202,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
     words = [*line.words, *options]
     if "check" in line.options:
         slurm = chosen.read_choice(["slurm", *options], "%taas engine", load_catalog(project_folder()))
-        frontend.show(doctor.report([*doctor.examine_slurm(settings_of(slurm.address))]))
+        frontend.show_findings(doctor.examine_slurm(settings_of(slurm.address)))
         return
     if not words:
         choice = chosen.chosen(project_folder())
@@ -297,7 +304,7 @@ def _run(frontend: Frontend, line: Line) -> None:
 def _doctor(frontend: Frontend, line: Line) -> None:
     findings = doctor.examine()
     if "report" not in line.options:
-        frontend.show(doctor.report(findings))
+        frontend.show_findings(findings)
         return
     record = find_run(line.options["report"], read_records(), frontend.own, live=False)
     say(*write_report(record, findings, Path.cwd()))

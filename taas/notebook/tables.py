@@ -21,13 +21,16 @@ from taas.wording import shown as on_one_line
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
 _CELL_WIDTH, _WHERE_WIDTH = 44, 120
 _BARS = "▁▂▃▄▅▆▇█"
+_NOTIFY_SECONDS = 60.0
+_STALE_SECONDS = 90
+"""A line that goes on changes each minute at least: the state, the time, what ranks use."""
 STAYS_OPEN = (
     '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const o=window.taasOpen??={},k=d.dataset.taas;'
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
 )
 """Stands behind what is :func:`folded`: front ends that run scripts leave open what was, when a newer view takes its place."""
 _NOTIFIES = (
-    "<script>if(window.Notification){{const show=()=>{then};"
+    "<script>if(window.Notification){{const show=()=>{{{then}}};"
     "Notification.permission==='granted'?show():Notification.requestPermission().then(p=>p==='granted'&&show())}}</script>"
 )
 
@@ -103,6 +106,28 @@ def _cell(record: RunRecord) -> str:
     return f"In[{record.cell.execution_count}] {on_one_line(first, _CELL_WIDTH)}".rstrip()
 
 
+def _stale(now: float) -> str:
+    """Return HTML that is seen once its time has passed: then it was not replaced, and nobody will replace it.
+
+    So it is after the page was loaded again, or the kernel was restarted. By CSS, since many front ends run no scripts.
+    """
+    said = f" · may be stale: not updated since {time.strftime('%H:%M', time.localtime(now))}, %taas status knows"
+    return (
+        "<style>@keyframes taas-stale{to{font-size:inherit}}</style>"
+        f'<span style="font-size:0;animation:taas-stale 0s {_STALE_SECONDS}s forwards">{html.escape(said)}</span>'
+    )
+
+
+def mending(records: Sequence[RunRecord]) -> dict[str, str]:
+    """Return what has a page show, in the place of lines of earlier kernels, how these runs are now."""
+    lines = json.dumps({record.id: line(record).html for record in records}).replace("<", "\\u003c")
+    script = (
+        f"for(const [id,line] of Object.entries({lines}))"
+        'document.querySelectorAll(`[data-taas-line="${id}"]`).forEach(e=>{e.outerHTML=line})'
+    )
+    return {"text/plain": "", "text/html": f"<script>{script}</script>"}
+
+
 def why(record: RunRecord) -> str:
     """Return how a run ended, in words; empty if there is nothing to say."""
     trouble = "" if record.live or record.trouble is None else record.trouble.headline
@@ -122,7 +147,9 @@ def _cause(record: RunRecord) -> str:
 def notification(record: RunRecord) -> dict[str, str]:
     """Return what has a browser ask whether it may notify, and when the run is over, notify; other front ends show nothing."""
     said = json.dumps([f"{record.name} {record.outcome}", why(record)]).replace("<", "\\u003c")
-    then = "{}" if record.live else f"new Notification(...(([t,b])=>[t,{{body:b}}])({said}))"
+    # the notebook keeps this script, and a page that opens it later runs it again
+    soon = f"Date.now()/1e3<{record.ended + _NOTIFY_SECONDS:.0f}"
+    then = "" if record.live else f"if({soon})new Notification(...(([t,b])=>[t,{{body:b}}])({said}))"
     return {"text/plain": "", "text/html": _NOTIFIES.format(then=then)}
 
 
@@ -169,7 +196,11 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
         head += f": {on_one_line(cause, _WHERE_WIDTH)}"
     quiet = " · ".join(["", *filter(None, parts)])
     dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
-    shown = Shown(head + quiet, f"<div><b>{html.escape(head)}</b>{dim}</div>")
+    goes_on = record.live and not record.questions  # while somebody is asked it stands still
+    mark = f' data-taas-line="{record.id}"' if record.live else ""
+    shown = Shown(
+        head + quiet, f"<div{mark}><b>{html.escape(head)}</b>{dim}{_stale(now) if goes_on else ''}</div>"
+    )
     if note := _note(record):
         shown += Shown(f"  {note}", plain(note).html)
     return shown if record.trouble is None else _with_trouble(shown, record, record.trouble)
@@ -225,7 +256,10 @@ def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
     rows = [(told_apart(record, shown), *_standing(record, now)) for record in shown]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
     view = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
-    return view + plain(_written(now)) if live else view
+    if not live:
+        return view
+    written = _written(now)
+    return view + Shown(written, f"<div>{html.escape(written)}{_stale(now)}</div>")
 
 
 def _standing(record: RunRecord, now: float) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ _WITHOUT_WALL = (
 def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) -> RankEnded:
     """Run the cell of an order, and pack what it changed; returns how it ended in this rank."""
     keyboard = Keyboard(start.rank, link, outlet.flush)
-    link.begin_cell(partial(_last_word, start.rank, rank.arrival), keyboard.answer)
+    link.begin_cell(partial(_last_word, start.rank, rank.arrival, link), keyboard.answer)
     ended, value = _run_to_end(start, rank, link)
     if not link.in_rank:
         _leave_as_child(ended, outlet)
@@ -218,14 +218,25 @@ def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
     return [lost] if outlet.events.lost_bytes else []
 
 
-def _last_word(number: int, arrival: Any, *, last: bool = True) -> RankEnded:
+def _last_word(number: int, arrival: Any, link: AgentLink, *, last: bool = True) -> RankEnded:
     """Say how a rank ended whose main thread is stuck; not the ``last`` word: how it stands, should it end now."""
     beside = threading.current_thread() is not threading.main_thread()  # which sleeps in C code
-    ended = msgspec.structs.replace(failed(number, KeyboardInterrupt()), asleep=beside)
+    ended = failed(number, KeyboardInterrupt())
+    ended = msgspec.structs.replace(ended, asleep=beside or link.broken_off or _comes_from_collective())
     if not last:
         ended = msgspec.structs.replace(ended, outcome="stood")
     with adopt.waits.beside_gpu_work():
         return _pack_names(ended, arrival, None, last=last) if number == 0 else ended
+
+
+def _comes_from_collective() -> bool:
+    """Whether this thread is just handling an error that torch.distributed has raised."""
+    traceback_of = sys.exc_info()[2]
+    while traceback_of is not None:
+        if "/torch/distributed/" in traceback_of.tb_frame.f_code.co_filename:
+            return True
+        traceback_of = traceback_of.tb_next
+    return False
 
 
 def with_notices(ended: RankEnded, said: Sequence[str]) -> RankEnded:

@@ -47,7 +47,8 @@ class RankEnded(Message, frozen=True):
         message: the exception's text, or what is known.
         answer: rank 0's names: at the end of the cell, or as they stood when it failed or was ended.
         notices: lines for the user.
-        asleep: it was ended while it slept in C code, from which no interrupt had woken it, as a collective does.
+        asleep: it was ended while it waited for other ranks, as far as one can tell: its main thread slept in C code, from
+            which no interrupt had woken it, or had just come out of a collective.
     """
 
     rank: int
