@@ -37,7 +37,7 @@ test-all: .venv/test
 
 test-oldest: .venv-oldest/done
 	.venv-oldest/bin/python -m pytest $(FOUR) -m "$(QUICK)" -W default::DeprecationWarning $(TESTS)
-	PYTHONPATH=.venv-oldest/colab .venv-oldest/bin/python -m pytest tests/test_colab.py
+	.venv-oldest/colab/bin/python -m pytest tests/test_colab.py
 
 test-ray: .venv/test
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[ray]" --group clusters
@@ -114,5 +114,7 @@ clean:
 	$(PYTHON) -m venv --clear .venv-oldest
 	.venv-oldest/bin/python .ci/oldest.py > .venv-oldest/needs.txt
 	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --requirement .venv-oldest/needs.txt --editable .
-	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --target .venv-oldest/colab ipython==7.34.0 ipykernel==6.17.1
+	$(PYTHON) -m venv .venv-oldest/colab
+	.venv-oldest/bin/python .ci/oldest.py exactly > .venv-oldest/floors.txt
+	.venv-oldest/colab/bin/python -m pip --disable-pip-version-check install --quiet --requirement .venv-oldest/floors.txt --editable .
 	@touch $@

@@ -26,7 +26,7 @@ from taas.capture.holders import (
 from taas.capture.import_draws import imported_after, last_imported, put_back_draws_of
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, view_of
-from taas.capture.payload import Payload, write_file
+from taas.capture.payload import NoRoom, Payload, write_file
 from taas.capture.process_bound import Place, is_container, settle
 from taas.capture.process_bound_libraries import renews
 from taas.capture.process_own import left_attributes
@@ -194,6 +194,10 @@ class Arrival:
 
 # ---------------------------------------------------------------- the answer
 
+_SMALL = 4096
+"""Bytes of a part that is not worth leaving behind."""
+_BESIDE = 1 << 20
+"""Bytes that an answer has beside its parts, at most."""
 _WHOLE = frozenset({"tuple", "frozenset"})
 _told_parted: dict[tuple[int, str], int] = {}
 """What this process has told of attributes that stay with it: by object and name, the id of what was there."""
@@ -210,6 +214,7 @@ class CellChanges:
         self._heap: Heap = arrival.heap
         self._known = arrival.known
         self._lost = self._keys_lost()
+        self._named: set[str] = set()  # among the lost, with all that is in them
         self._changed: dict[int, bool] = {}  # whether its arguments are others, by number
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
         self._places_now = holders(arrival.project)
@@ -237,7 +242,18 @@ class CellChanges:
         return [Lost(key, why) for key, value in keys if before.get(key, self) is not value]
 
     def write(self, *, last: bool) -> int:
-        """Write what changed into a sealed memfd; return its descriptor. Another may follow one that is not the ``last``."""
+        """Write what changed into a sealed memfd; return its descriptor. Another may follow one that is not the ``last``.
+
+        Where there is no room for all of it, what is largest stays behind, and is named.
+        """
+        process_state = self._process_state()
+        while True:
+            try:
+                return self._write(process_state, last=last)
+            except NoRoom as short:
+                self._leave_largest(short)
+
+    def _write(self, process_state: dict[str, Any] | None, *, last: bool) -> int:
         arrival, heap = self._arrival, self._heap
         wanted = self._wanted()
         changed = [n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)]
@@ -245,7 +261,7 @@ class CellChanges:
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
         memory = SentMemory(heap.memory_ranges(sent), arrival.memory.places(), arrival.next_region)
-        sources, process_state = heap.sources(), self._process_state()
+        sources = heap.sources()
         contents = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
             "sources": sources,
@@ -265,9 +281,7 @@ class CellChanges:
             "own": [name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound],
             **self._told_of_names(),
         }
-        as_before = heap.only_among(self._held_back, heap.before)
-        kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
-        patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
+        patches = self._patches(wanted)
         fd = write_file(memory, bound, contents, patches)[0]
         if last:
             arrival.memory.stretches |= memory.stretches
@@ -276,6 +290,46 @@ class CellChanges:
         else:
             heap.take_back(arrival.known_before, self._anew)
         return fd
+
+    def _patches(self, wanted: set[int] | None) -> list[tuple[int, int, memoryview]]:
+        """Return what changed of the memory that the notebook knows, but for what stays as it was."""
+        heap, arrival = self._heap, self._arrival
+        as_before = heap.only_among(self._held_back, heap.before)
+        kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
+        return [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
+
+    def _leave_largest(self, short: NoRoom) -> None:
+        """Refuse the largest parts of what was to be written, until the others have room."""
+        parts = sorted(self._parts(), reverse=True)
+        total = sum(nbytes for nbytes, _ in parts)
+        if not parts:
+            raise short
+        for nbytes, numbers in parts:
+            self._heap.failed |= dict.fromkeys(numbers, short)
+            total -= nbytes
+            if total + _BESIDE <= short.fits:
+                break
+        self._held_back = self._without_refused()
+
+    def _parts(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return what is written, in parts that can stay behind: the bytes of each, and whose they are."""
+        heap, memory = self._heap, self._arrival.memory
+        changed = [n for n in self._changed if n not in self._held_back]
+        roots = [*self._bound().values(), *self._places.values(), *changed]
+        sent = {n for n in heap.reached(roots, self._held_back) if n >= self._known}
+        parts: list[tuple[int, tuple[int, ...]]] = [
+            (len((heap.states[n] or NO_STATE)[1]), (n,)) for n in (*sent, *changed)
+        ]
+        for n in heap.memories_among(sent):
+            parts.append((sum(high - low for low, high in heap.objects[n].spans), (n,)))
+        known = heap.memories_among({n for n in range(self._known) if n not in heap.failed})
+        sizes: dict[int, int] = {}
+        for region, _, data in self._patches(self._wanted()):
+            sizes[region] = sizes.get(region, 0) + data.nbytes
+        looking = {n: memory.regions_of([where]) for n, where in known.items()} if sizes else {}
+        for region, nbytes in sizes.items():
+            parts.append((nbytes, tuple(n for n, regions in looking.items() if region in regions)))
+        return [(nbytes, numbers) for nbytes, numbers in parts if nbytes >= _SMALL and numbers]
 
     def _bound(self) -> dict[str, int]:
         """The names that the notebook binds anew: what was rebound or made anew, of what is returned."""
@@ -443,9 +497,13 @@ class CellChanges:
         refused = {n for n in self._changed if not new.isdisjoint((heap.states[n] or NO_STATE)[2])} | new
         held_back = heap.held_back(refused, roots.values())
         told = self._of(held_back)
-        if refused and not told:
-            around = heap.holding(refused, range(len(heap.objects)))
-            told = self._of(around)[:1]
+        reached = heap.reached(roots[name] for name in told)
+        for n in [*heap.failed] if refused else ():
+            if n not in reached:  # no name stays whole for it, but one has it somewhere in a container
+                around = self._of(heap.holding([n], range(len(heap.objects))))[:1]
+                told += [name for name in around if name not in told]
+        told = [name for name in told if name not in self._named]
+        self._named.update(told)
         for name in told:
             is_new = roots[name] in new or roots[name] >= known  # the notebook has nothing in its place
             why = self._why(name) + ("" if is_new else AS_BEFORE)

@@ -49,7 +49,7 @@ from taas.capture.import_draws import known_modules
 from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.names import ANY, Needs, names_used_by, needs_of
-from taas.capture.payload import check_room, write_file
+from taas.capture.payload import NoRoom, check_room, write_file
 from taas.capture.process_bound import fit_of, shares_among, words_that_run
 from taas.capture.process_own import left_attributes
 from taas.capture.rank_values import rank_values, remember_rank_values
@@ -366,7 +366,13 @@ class Capture:
         }
         new = heap.memory_ranges(range(first, len(heap.objects)))
         memory = SentMemory(new, first=self._held.kept.next_region)
-        self.fd, self.nbytes = write_file(memory, self._roots, contents)
+        try:
+            self.fd, self.nbytes = write_file(memory, self._roots, contents)
+        except NoRoom as error:
+            size = size_in_words(sum(self._sizes.values()))
+            raise CaptureError(
+                f"the names of this cell have {size}: {error}. Nothing was started."
+            ) from error
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
         self._memory = {**self._held.memory(), **memory.stretches}

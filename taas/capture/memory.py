@@ -22,7 +22,7 @@ import functools
 import mmap
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -291,10 +291,19 @@ class Stretch:
 
 
 class MemoryTable:
-    """The memory that states name, by region; ``places`` say where their sender had it."""
+    """The memory that states name, by region; ``places`` say where their sender had it.
 
-    def __init__(self, stretches: dict[int, Stretch], places: Iterable[Place]) -> None:
+    ``lacking``: why regions are not here.
+    """
+
+    def __init__(
+        self,
+        stretches: dict[int, Stretch],
+        places: Iterable[Place],
+        lacking: Mapping[int, str] | None = None,
+    ) -> None:
         self.stretches, self._places = stretches, sorted(places)
+        self._lacking = lacking or {}
 
     def open(self, address: int, nbytes: int) -> MemoryRange:
         """Return the memory that the sender had at an address."""
@@ -303,6 +312,8 @@ class MemoryTable:
         found = find_place(self._places, address, nbytes)
         if found is None:
             raise LookupError("it looks into memory that did not come")
+        if found[0] in self._lacking:
+            raise LookupError(self._lacking[found[0]])
         stretch, start = self.stretches[found[0]], found[1]
         if stretch.device != "cpu":
             return memory_of_storage(stretch.storage(start, nbytes))

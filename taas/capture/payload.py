@@ -19,6 +19,7 @@ import linecache
 import mmap
 import os
 import pickle
+import resource
 import struct
 import sys
 import time
@@ -42,13 +43,25 @@ from taas.capture.memory import (
 from taas.errors import CaptureError, VersionMismatch
 from taas.memory_limits import memory_left
 from taas.versions import COMPARED, differing_versions, versions
-from taas.wording import size_in_words
+from taas.wording import first_line, size_in_words
 
 _MAGIC = b"taas\x00names"
 _LEAD = struct.Struct("<QQ")
 _CHECKED_FROM = 32 << 20
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SEALED_SECONDS = 10.0
+_BLOCK = 512
+"""Bytes of a block of stat(2)."""
+
+
+_NO_ROOM = frozenset({errno.EFBIG, errno.ENOSPC, errno.ENOMEM})
+"""What the system says where a file, or memory for it, would be larger than allowed."""
+
+
+class NoRoom(CaptureError):
+    """A file of names was not written, since only so many of its bytes have room: ``fits``."""
+
+    fits = 0
 
 
 class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +99,10 @@ def write_file(
     contents: dict[str, Any],
     patches: Iterable[tuple[int, int, memoryview]] = (),
 ) -> tuple[int, int]:
-    """Write states and memory, and ``patches`` (region, start, bytes), into a sealed memfd; return it, and its length."""
+    """Write states and memory, and ``patches`` (region, start, bytes), into a sealed memfd; return it, and its length.
+
+    Raises :class:`NoRoom` where this process may not write so much.
+    """
     plain = memoryview(pickle.dumps(contents, protocol=5))
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -113,10 +129,33 @@ def write_file(
         write_at(fd, plain, begin)
         write_at(fd, memoryview(encoded), end)
         seal(fd)
+    except OSError as error:
+        room = _no_room(error, os.fstat(fd).st_blocks * _BLOCK)
+        os.close(fd)
+        if error.errno not in _NO_ROOM:
+            raise
+        raise room from error
     except BaseException:
         os.close(fd)
         raise
     return fd, end + len(encoded)
+
+
+def _no_room(error: OSError, written: int) -> NoRoom:
+    """Return the error for a file that could not be written further than this."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+        found = NoRoom(
+            f"it does not fit into a file of {size_in_words(limit)}, and this process may write no larger one (ulimit -f): "
+            "raise that limit, or let the cell save it in parts"
+        )
+        found.fits = limit
+    else:
+        found = NoRoom(
+            f"there was room for {size_in_words(written)} ({error.strerror}): free some memory, or let the cell save it"
+        )
+        found.fits = written
+    return found
 
 
 def seal(fd: int) -> None:
@@ -165,8 +204,12 @@ class Payload:
         check_versions(self.header)
         self._fd = fd
         begin = len(_MAGIC) + _LEAD.size
-        with mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as file, memoryview(file) as whole:
-            self.contents: dict[str, Any] = pickle.loads(whole[begin : begin + self.header.contents])
+        end = begin + self.header.contents
+        try:  # only this part: a region that cannot be mapped is no reason to lose the others
+            with mmap.mmap(fd, end, mmap.MAP_PRIVATE, mmap.PROT_READ) as file, memoryview(file) as whole:
+                self.contents: dict[str, Any] = pickle.loads(whole[begin:end])
+        except (MemoryError, OSError) as error:
+            raise _not_mapped(end) from error
 
     def take_sources(self) -> None:
         """Note the text of cells, for tracebacks, and import what other names rely on."""
@@ -181,9 +224,11 @@ class Payload:
 
         What comes from a CUDA device goes to ``device``; to its own, where that is ``cuda``; to host memory where it is None.
         """
-        mapping = mmap.mmap(
-            self._fd, os.fstat(self._fd).st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        )
+        size = os.fstat(self._fd).st_size
+        try:
+            mapping = mmap.mmap(self._fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise _not_mapped(size) from error
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         stretches = {**(known or {})}
         for number, r in self.numbered():
@@ -201,9 +246,30 @@ class Payload:
         return self.header.first_region + len(self.header.regions)
 
     def brought(self, known: dict[int, Stretch]) -> MemoryTable:
-        """Return its memory as new host memory of this process, after that of what it answers."""
-        new = {n: new_memory(region, self._fd) for n, region in self.numbered()}
-        return MemoryTable({**known, **new}, self.header.places)
+        """Return its memory as new host memory of this process, after that of what it answers.
+
+        A region for which there is no memory is lacking, the largest first.
+        """
+        new, lacking = dict[int, Stretch](), dict[int, str]()
+        for n, region in sorted(self.numbered(), key=lambda one: one[1].nbytes):
+            try:
+                new[n] = new_memory(region, self._fd)
+            except (MemoryError, RuntimeError) as error:  # torch's
+                lacking[n] = f"{_not_mapped(region.nbytes)} [{first_line(error)}]"
+        return MemoryTable({**known, **dict(sorted(new.items()))}, self.header.places, lacking)
+
+
+def _not_mapped(nbytes: int) -> CaptureError:
+    """Return the error for memory that this process does not get."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    cause = (
+        "the machine has too little memory"
+        if limit == resource.RLIM_INFINITY
+        else f"it may have {size_in_words(limit)} of address space (ulimit -v)"
+    )
+    return CaptureError(
+        f"this process has no room for {size_in_words(nbytes)}: {cause}. Delete what isn't needed, or raise the limit."
+    )
 
 
 def _device_for(sent: str, device: str) -> str:
