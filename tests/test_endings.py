@@ -151,6 +151,59 @@ def test_a_handler_of_the_cells_own_is_asked(notebook: Notebook) -> None:
     assert notebook.value("after, stopped") == "saved [2]"
 
 
+AWAITED = {
+    "a timer": "await asyncio.sleep(600)",
+    "tasks": "await asyncio.gather(asyncio.sleep(600), asyncio.sleep(700))",
+    "a thread": "await asyncio.to_thread(released.wait)",
+    "a context manager that awaits at its end": "async with Managed(): await asyncio.sleep(600)",
+    "an iterator": "async for _ in ticks(): pass",
+}
+"""What the top-level code of a cell may be in, each without an end."""
+AWAITS = """
+import asyncio, threading
+released, order = threading.Event(), []
+class Managed:
+    async def __aenter__(self): pass
+    async def __aexit__(self, *error):
+        await asyncio.sleep(0.01)
+        order.append("left")
+async def ticks():
+    while True:
+        await asyncio.sleep(0.01)
+        yield
+"""
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "asyncio.CancelledError"])
+@pytest.mark.parametrize("what", AWAITED)
+def test_an_interrupt_of_a_cell_that_awaits(notebook: Notebook, what: str, error: str) -> None:
+    """Its ``except`` and ``finally`` run, and may await; if they handle it, the cell ends well."""
+    ran = interrupted(
+        notebook,
+        f"{AWAITS}\ntry:\n    ready()\n    {AWAITED[what]}\nexcept {error}:\n"
+        "    await asyncio.sleep(0.01)\n    order.append('except')\n"
+        "finally:\n    await asyncio.sleep(0.01)\n    order.append('finally')\n    released.set()",
+    )
+    assert ran.status == "ok", ran.evalue
+    assert notebook.value("order[-2:]") == "['except', 'finally']"
+    assert notebook.value("'left' in order") == str(what.startswith("a context manager"))
+
+
+def test_an_interrupt_of_a_cell_that_awaits_and_does_not_handle_it(notebook: Notebook) -> None:
+    """It is a KeyboardInterrupt, also where Python code runs; ``finally`` runs, the next such cell as well."""
+    for waits in ("await asyncio.sleep(600)", "await asyncio.sleep(0)\n    while True: pass"):
+        ran = interrupted(
+            notebook,
+            f"import asyncio\norder = [1]\ntry:\n    ready()\n    {waits}\n"
+            "finally:\n    await asyncio.sleep(0.01)\n    order.append(2)",
+        )
+        assert ran.ename == "KeyboardInterrupt"
+        assert STOOD in ran.evalue
+        assert notebook.value("order") == "[1, 2]"
+    ran = notebook.good("#pragma taas --gpus 2\nimport asyncio\nprint(await asyncio.sleep(0.01, 'slept'))")
+    assert ran.own == "slept\n"
+
+
 def test_what_fails_while_the_cell_is_finishing_is_said(notebook: Notebook) -> None:
     """The checkpoint that could not be written is not silently missing."""
     ran = interrupted(

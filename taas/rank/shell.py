@@ -21,13 +21,14 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
-from traitlets import Instance, Type
+from traitlets import Instance, Type, default
 from traitlets.config import Config
 
 from taas.capture.cells import magic_on_top
 from taas.capture.process_state import ProcessState
 from taas.delivery.failures import hide_machinery
 from taas.notebook.comms import open_comms_to
+from taas.rank.async_cells import LOOP_RUNNERS
 from taas.rank.debugger import leave_debuggers, show_users_frames
 from taas.rank.outlet import Outlet
 from taas.wire.ranks import Preparation
@@ -73,6 +74,7 @@ class RankShell(InteractiveShell):
     display_pub_class = Type(_Publisher)
     displayhook_class = Type(_DisplayHook)
     outlet = Instance(Outlet)
+    loop_runner_map = LOOP_RUNNERS
     is_rank = True
     last_traceback: tuple[str, ...] = ()
     _own: ExecutionResult | None = None  # of the cell, not of one that runs within
@@ -85,6 +87,10 @@ class RankShell(InteractiveShell):
         """Make the display hook that writes to the outlet."""
         super().init_displayhook()
         self.displayhook.set_trait("outlet", self.outlet)
+
+    @default("loop_runner")
+    def _default_loop_runner(self) -> Any:
+        return self.loop_runner_map["asyncio"][0]
 
     def enable_gui(self, gui: str | None = None) -> None:
         """A rank runs no event loop of a GUI toolkit."""
