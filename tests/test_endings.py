@@ -6,9 +6,14 @@ import ctypes
 import mmap
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from notebook_harness import Notebook, Ran, gone, terminal, until
+
+from taas.runs.records import read_records
+from taas.supervisor.connections import Visit, connection_of
+from taas.wire.clients import RunRequest, Stacks
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +120,37 @@ def test_an_interrupt_waits_for_c_code_that_takes_its_time(notebook: Notebook, l
     assert notebook.value("stages") == "['saved']"
 
 
+def test_questions_to_a_rank_that_holds_the_gil_do_not_cut_it_off(notebook: Notebook) -> None:
+    """A run that is finishing for minutes is looked at again and again; here at once, more often than a socket holds."""
+    with (notebook.folder / "spin").open("w+b") as file:
+        file.truncate(4)
+        lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))
+    ctypes.CDLL(None).pthread_spin_init(lock, 1)
+    ctypes.CDLL(None).pthread_spin_lock(lock)
+    notebook.start(
+        "#pragma taas --gpus 1 --name deaf\nimport ctypes, mmap\nstages = []\nready()\n"
+        "with open('spin', 'r+b') as file:\n"
+        "    lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))\n"
+        "try:\n    ctypes.PyDLL(None).pthread_spin_lock(lock)\n    while True: pass\n"
+        "except KeyboardInterrupt:\n    stages.append('saved')\ndel lock"
+    )
+    try:
+        notebook.wait_for("ready")
+        notebook.interrupt()
+        notebook.wait_for_line("press again to end it (rank 0: cell line 8", 30)
+        [run] = [record for record in read_records() if record.name == "deaf" and record.live]
+        with Visit(connection_of(run)) as visit:
+            for _ in range(500):
+                visit.say(RunRequest(run="deaf", what="stacks"))
+            seen = visit.ask(RunRequest(run="deaf", what="stacks"), Stacks)
+    finally:
+        ctypes.CDLL(None).pthread_spin_unlock(lock)
+    assert "pthread_spin_lock" in str(seen.places[0])
+    ran = notebook.end()
+    assert ran.status == "ok", ran.evalue
+    assert notebook.value("stages") == "['saved']"
+
+
 def test_an_unhandled_interrupt_brings_the_model_as_it_stood(notebook: Notebook) -> None:
     """In the middle of training with DDP: the notebook's own model has the trained weights, history its entries."""
     notebook.good(
@@ -187,6 +223,57 @@ def test_an_interrupt_of_a_cell_that_awaits(notebook: Notebook, what: str, error
     assert ran.status == "ok", ran.evalue
     assert notebook.value("order[-2:]") == "['except', 'finally']"
     assert notebook.value("'left' in order") == str(what.startswith("a context manager"))
+
+
+RUNS = {
+    "os.system": "os.system(program)",
+    "os.system in a thread": (
+        "threading.Thread(target=os.system, args=[program]).start()\n    while True: time.sleep(0.01)"
+    ),
+    "system(3) of C code": "ctypes.CDLL(None).system(program.encode())",
+    "subprocess.run": "subprocess.run(program, shell=True)",
+    "a program that is waited for": "subprocess.Popen(['sh', '-c', program]).wait()",
+    "!": "get_ipython().system(program)",
+    "%%bash": "get_ipython().run_cell_magic('bash', '', program)",
+}
+"""What runs another program, and waits for it."""
+SWALLOWED = ("!",)
+"""IPython ends its program at an interrupt, and the cell goes on, as in a notebook's kernel."""
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_one_press_ends_a_program_that_the_cell_runs(notebook: Notebook, tmp_path: Path, what: str) -> None:
+    """It gets the signal as in a terminal, and the cell a KeyboardInterrupt; ``finally`` runs."""
+    notebook.good(
+        f"program = 'touch {tmp_path}/$RANK; exec sleep 600'\norder = []\n"
+        "import ctypes, os, subprocess, threading, time"
+    )
+    notebook.start(f"#pragma taas --gpus 2\ntry:\n    {RUNS[what]}\nfinally:\n    order.append('finally')")
+    until(lambda: len(list(tmp_path.iterdir())) == 2)
+    notebook.interrupt()
+    ran = notebook.end()
+    assert ran.ename == ("" if what in SWALLOWED else "KeyboardInterrupt")
+    assert notebook.value("order") == "['finally']"
+
+
+def test_a_program_that_handles_an_interrupt_comes_to_its_end(notebook: Notebook, tmp_path: Path) -> None:
+    """And a DataLoader's workers, which end at one, go on for ``except``."""
+    notebook.good(
+        f"program = '''trap 'touch {tmp_path}/cleaned-$RANK; exit 0' INT\n"
+        f"touch {tmp_path}/$RANK\nwhile true; do sleep 0.05; done'''\n"
+        "import os, torch\nfrom torch.utils.data import DataLoader\nseen = []"
+    )
+    notebook.start(
+        "#pragma taas --gpus 2\nbatches = iter(DataLoader(torch.arange(4), num_workers=1))\n"
+        "next(batches)\ntry:\n    os.system(program)\n"
+        "except KeyboardInterrupt:\n    seen += [batch.item() for batch in batches]"
+    )
+    until(lambda: {path.name for path in tmp_path.iterdir()} >= {"0", "1"})
+    notebook.interrupt()
+    ran = notebook.end()
+    assert ran.status == "ok", ran.evalue
+    assert notebook.value("seen") == "[1, 2, 3]"
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "cleaned-0", "cleaned-1"}
 
 
 def test_an_interrupt_of_a_cell_that_awaits_and_does_not_handle_it(notebook: Notebook) -> None:

@@ -19,8 +19,8 @@ from taas.runs.events import FILES, STDERR, size_of
 from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
-from taas.wire.framing import MessageReader, Unreadable, pack
-from taas.wire.ranks import RankRequest, RankUse
+from taas.wire.framing import MessageReader, Unreadable
+from taas.wire.ranks import RankUse
 
 _STEP_PERCENT = 5
 """What changes by less is no news."""
@@ -107,7 +107,7 @@ class Look:
         with contextlib.suppress(OSError, Unreadable):
             asked = _StackQuery(self._folder / str(rank) / STACKS)
             (self._folder / str(rank) / COLLECTIVE).unlink(missing_ok=True)
-            process.tell(pack(RankRequest(what="collective")))
+            process.ask_collective()
             os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
             self._asked[rank] = asked
 

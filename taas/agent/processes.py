@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +23,8 @@ import psutil
 from taas import _linux
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
-from taas.wire.ranks import Preparation, RankSays, hear, socket_pair, tell
+from taas.wire.framing import pack
+from taas.wire.ranks import NOTICE, Preparation, RankRequest, RankSays, hear, socket_pair, tell
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +78,14 @@ class ForkedProcess:
 
 
 class RankProcess(ForkedProcess):
-    """A process that prepares itself to be a rank, waits for an order, and carries it out."""
+    """A process that prepares itself to be a rank, waits for an order, and carries it out.
+
+    Attributes:
+        writes_collective: whether it was asked which collective it waits in, and has not said that it wrote it down.
+    """
 
     def __init__(self, preparation: Preparation) -> None:
+        self.writes_collective = False
         self._connection, its = socket_pair()
         with its:
             try:
@@ -96,6 +103,53 @@ class RankProcess(ForkedProcess):
         """Send it a message, if it is connected, and with it descriptors of this process."""
         if self.source >= 0:
             tell(self._connection, message, *descriptors)
+
+    def interrupt(self) -> None:
+        """Send it SIGINT as a terminal does: it, and the programs that it runs (``os.system``, ``subprocess.run``).
+
+        While libc's system(3) waits for a program, the process ignores SIGINT. It is told so, and repeats it afterwards.
+        """
+        ignored = self._ignores(signal.SIGINT)
+        self.send(signal.SIGINT)
+        # at once: its except may wait for others by the time that it has the message
+        self.send(NOTICE)
+        self.tell(pack(RankRequest(what="notice", ignored=ignored)))
+        for program in self._programs():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # by sudo: another user's
+                program.send_signal(signal.SIGINT)
+
+    def _ignores(self, number: signal.Signals) -> bool:
+        """Whether it ignores a signal now (proc_pid_status(5))."""
+        with contextlib.suppress(OSError):  # it is gone, or no descriptor is left
+            for line in Path(f"/proc/{self.pid}/status").read_text(errors="replace").splitlines():
+                if line.startswith("SigIgn:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+        return False
+
+    def _programs(self) -> list[psutil.Process]:
+        """Return what a Ctrl-C in a terminal would reach besides it: other programs in its process group.
+
+        What ``multiprocessing`` started is left alone, though it would be reached, too: a DataLoader's workers end at
+        a SIGINT, and the cell's ``except`` and ``finally`` may go on with their loader.
+        """
+        if self.recorded is None or self.gone:
+            return []
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = self.recorded.cmdline()  # a child that is merely forked has it, too
+            for child in self.recorded.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
+                    command = child.cmdline()
+                    of_python = command == own or any("multiprocessing" in word for word in command)
+                    if os.getpgid(child.pid) == self.pid and not of_python:
+                        found.append(child)
+        return found
+
+    def ask_collective(self) -> None:
+        """Ask it to write down which collective it waits in; one that has not answered yet is not asked again."""
+        if not self.writes_collective:
+            self.writes_collective = True
+            self.tell(pack(RankRequest(what="collective")))
 
     def hear(self) -> list[RankSays]:
         """Return what it has said; it is disconnected when it says no more."""

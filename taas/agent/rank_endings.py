@@ -17,7 +17,7 @@ from taas.agent.processes import RankProcess
 from taas.wire import deadlines
 from taas.wire.agents import How
 from taas.wire.framing import Message, pack
-from taas.wire.ranks import NOTICE, RankEnded, RankKept, RankOrder, RankRequest
+from taas.wire.ranks import RankEnded, RankKept, RankOrder, RankRequest
 from taas.wording import killed_by
 
 _PATIENCE: tuple[How, ...] = ("now", "failure", "interrupt")
@@ -51,6 +51,12 @@ class Rank:
         if not self.process.gone:
             self.signalled = number
             self.process.send(number)
+
+    def interrupt(self) -> None:
+        """Interrupt it, and the programs that it runs."""
+        if not self.process.gone:
+            self.signalled = signal.SIGINT
+            self.process.interrupt()
 
     def tell(self, message: Message) -> None:
         """Send it a message."""
@@ -132,10 +138,7 @@ class Ending:
             if now < rank.to_end + deadlines.SAME_END * failure:
                 continue
             if rank.started:
-                rank.send(signal.SIGINT)
-                # at once: its except may wait for others by the time that it has the message
-                rank.process.send(NOTICE)
-                rank.tell(RankRequest(what="notice"))
+                rank.interrupt()
             else:  # it has nothing to finish, and may be deaf to SIGINT yet
                 rank.send(signal.SIGTERM)
 

@@ -145,6 +145,8 @@ class RankJob(Job):
                     rank.at_work = True
                 case RankStage(stage="packing"):
                     rank.packing = True
+                case RankStage(stage="wrote"):
+                    rank.process.writes_collective = False
                 case RankKept():
                     rank.kept = said
         if rank.process.source < 0:

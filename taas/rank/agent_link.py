@@ -71,7 +71,7 @@ class AgentLink:
         self._speaker: dict[str, int] = {}
         self._given = False
         self._asked: _Sleep | None = None
-        self._names_asked = self._noticed_before_asked = False
+        self._names_asked = self._noticed_before_asked = self._interrupt_ignored = False
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._noticed = -1
         self._pack_names: Callable[..., RankEnded]
@@ -113,13 +113,31 @@ class AgentLink:
         self._pack_names, self._answered, self.broken_off = pack_names, answered, False
         if self._noticed >= 0:
             self._speaker.clear()
-            self._noticed_before_asked = False
+            self._noticed_before_asked = self._interrupt_ignored = False
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
         self._noticed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        signal.signal(NOTICE, lambda number, frame: os.eventfd_write(self._noticed, 1))
+        signal.signal(NOTICE, lambda number, frame: self._notice())
         signal.signal(_NAMES, lambda number, frame: self._stop_here())
         threading.Thread(target=self._serve, name="taas-agent-link", daemon=True).start()
+
+    def _notice(self) -> None:
+        """Say that the main thread runs Python code, and raise there the interrupt that was ignored before."""
+        os.eventfd_write(self._noticed, 1)
+        handler = signal.getsignal(signal.SIGINT)
+        if self._interrupt_ignored and callable(handler):
+            self._interrupt_ignored = False
+            handler(signal.SIGINT, sys._getframe())
+
+    def _repeat_interrupt(self) -> None:
+        """Have an interrupt that came while C code ignored it raised as soon as the main thread runs Python code again.
+
+        What the cell itself ignores stays ignored, and the interrupt of a cell that is over is none.
+        """
+        if self._speaker or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            return
+        self._interrupt_ignored = True
+        signal.pthread_kill(self._main_thread, NOTICE)
 
     def _speaks(self) -> bool:
         """Whether this thread says how the cell ended: the first one that asks."""
@@ -182,6 +200,8 @@ class AgentLink:
         match said := _read(data):
             case RankRequest(what="notice"):
                 self._answered(None)
+                if said.ignored:
+                    self._repeat_interrupt()
                 if not self._noticed_before_asked:
                     self._ask_main_thread(NOTICE, "at work")
             case RankRequest(what="names"):
@@ -195,6 +215,7 @@ class AgentLink:
                 os._exit(1)
             case RankRequest(what="collective"):
                 stacks.note_collective(adopt.pending_collective())
+                self.send(RankStage(stage="wrote"))
             case Answer():
                 self._answered(said)
             case _:

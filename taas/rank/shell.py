@@ -158,7 +158,8 @@ class RankShell(InteractiveShell):
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    # no SIG_IGN: an interrupt that finds that is repeated, as it is after os.system (rank/agent_link.py)
+    before = signal.signal(signal.SIGINT, lambda number, frame: None) if is_main else None
     try:
         yield
     finally:

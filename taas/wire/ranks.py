@@ -28,10 +28,11 @@ class RankStage(Message, frozen=True):
     Attributes:
         stage: ``begun``: the cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code:
             what the cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
+            ``wrote``: it has written down which collective it waits in, and may be asked again.
         rank: where the supervisor hears it.
     """
 
-    stage: Literal["begun", "at work", "packing"]
+    stage: Literal["begun", "at work", "packing", "wrote"]
     rank: int = -1
 
 
@@ -122,12 +123,13 @@ class RankRequest(Message, frozen=True):
 
     Attributes:
         what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a wait that keeps it from
-            that. ``names``: pack the names as they stand, by another thread while the main one waits, and leave.
+            that; ``ignored``: the rank ignored it, as system(3) does while a program runs. ``names``: pack the names as they stand, by another thread while the main one waits, and leave.
             ``taken``: the agent has rank 0's names: forget them. ``leave``: there is no other order, and the agent has
             all it needs: exit. ``collective``: write down which one it waits in (runs/stacks.py).
     """
 
     what: Literal["notice", "names", "taken", "leave", "collective"]
+    ignored: bool = False
 
 
 @dataclass(frozen=True)
@@ -318,13 +320,12 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
 
 
 def tell(rank: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send a rank a message. One that has left hundreds unheard is cut off: :func:`hear` finds the connection closed."""
-    try:
+    """Send a rank a message; one that has left hundreds unheard does not get it, and keeps its connection.
+
+    Whoever waits for what it does then has a deadline.
+    """
+    with contextlib.suppress(BlockingIOError, ConnectionError):  # killed: its sentinel says so
         send(rank, message, *descriptors, flags=socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        rank.shutdown(socket.SHUT_RDWR)
-    except ConnectionError:  # killed: its sentinel says so
-        pass
 
 
 def hear(rank: socket.socket) -> tuple[list[RankSays], bool]:
