@@ -12,7 +12,7 @@ from taas.agent.forkserver import read_at_import
 from taas.agent.staging import environment
 from taas.config import load_catalog
 from taas.engines import AgentConfig, Demand, EngineChoice, chosen
-from taas.engines.slurm import settings_of
+from taas.engines.slurm import JobAgents, read_queue, script, settings_of
 from taas.errors import EngineError, HeaderError
 from taas.versions import differing_versions
 
@@ -104,3 +104,42 @@ def test_the_environment_on_a_vm() -> None:
     assert there == {"PATH": "/there", "OMP_NUM_THREADS": "3", "LANG": "C.UTF-8", "MKL_X": "set"}
     ahead = environment(read_at_import(notebook), changed, config)
     assert read_at_import(ahead) == read_at_import(there)
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "says"),
+    [
+        ("7|NODE_FAIL|NodeDown|1:00:00|0:00|grant 17", "RunLost", "a node failed"),
+        ("7|PREEMPTED|None|1:00:00|0:00|taas, by hand", "RunLost", "was preempted"),
+        ("7|COMPLETED|None|1:00:00|0:00|(null)", "RunLost", "is over (COMPLETED)"),
+        ("7|COMPLETED|None|1:00:00|0:00|a|b", "RunLost", "is over (COMPLETED)"),
+        (
+            "7|COMPLETED|None|1:00:00|0:00|taas: no numpy there",
+            "EngineError",
+            "its nodes said: no numpy there",
+        ),
+        ("7|FAILED|NonZeroExitCode|1:00:00|0:00|grant 17", "EngineError", "is over (FAILED)"),
+    ],
+)
+def test_a_comment_of_somebody_else_is_no_reason(line: str, error: str, says: str) -> None:
+    """Sites and users give jobs comments: only what the job's own nodes wrote keeps a run from starting again."""
+    now = read_queue(line)["7"]
+    assert now.over
+    assert now.error == error
+    assert now.why_over("7").endswith(says)
+    assert 'comment="taas: $said"' in script("python", JobAgents({}, ()))
+
+
+def test_the_variable_is_read_as_a_shell_reads_it(own_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quotes hold a value together; one that is not closed is said."""
+    monkeypatch.setenv("TAAS_ENGINE", "slurm --sbatch=\"--comment='two words' --qos=long\" --time=5")
+    asked = settings_of(chosen.chosen(own_project).address).asked_for(Demand(None, 1))
+    assert asked[-2:] == ["--comment=two words", "--qos=long"]
+    assert "--time=5" in asked
+    monkeypatch.setenv("TAAS_ENGINE", 'slurm --sbatch="--qos=long')
+    with pytest.raises(HeaderError, match=r"TAAS_ENGINE slurm.*: a quote is opened and not closed"):
+        chosen.chosen(own_project)
+    monkeypatch.setenv("TAAS_ENGINE", "'ray' 'head:6379'")
+    assert chosen.chosen(own_project).address == "head:6379"
+    monkeypatch.setenv("TAAS_ENGINE", "  ")
+    assert chosen.chosen(own_project).kind == "local"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
+from notebook_harness import Notebook, gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +82,70 @@ def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:
     assert notebook.value("step") == "6"
     logs = notebook.good("%taas logs twice --rank 1").stdout
     assert logs.index("start 0 of 1 from step 0") < logs.index("start 1 of 1 from step 3")
+
+
+LOADER = """
+import time, taas
+from pathlib import Path
+from torch.utils.data import DataLoader
+class Waits:
+    "Elements that wait for a sign, and so many that they are planned as they are needed."
+    def __init__(self, signs): self.signs = Path(signs)
+    def __len__(self): return 3000
+    def __getitem__(self, index):
+        (self.signs / "asked").touch()
+        while not (self.signs / "go").exists(): time.sleep(0.01)
+        return index
+"""
+SEES = """
+import os, time
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+seen = 0
+for batch in loader:
+    seen += 1
+    (Path(signs) / "delivering").touch()
+    while restart == 0 and not (Path(signs) / "lost").exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "who"),
+    [
+        ("asked", "forkserver"),
+        ("asked", "planner"),
+        ("asked", "coordinator"),
+        ("asked", "agent"),
+        ("delivering", "forkserver"),
+        ("delivering", "coordinator"),
+        ("delivering", "planner"),
+    ],
+)
+def test_a_loss_on_the_data_side_is_one(notebook: Notebook, tmp_path: Path, when: str, who: str) -> None:
+    """Whatever of taas goes, before the ranks begin and later, the run starts again."""
+    notebook.good(
+        f"{LOADER}\nsigns = {str(tmp_path)!r}\nloader = DataLoader(Waits(signs), num_workers=1)\n"
+        "taas.register(loader)"
+    )
+    notebook.start(f"{HEAD} --cpus 1{SEES}")
+    until((tmp_path / "asked").exists)
+    if when == "delivering":
+        (tmp_path / "go").touch()
+    until((tmp_path / when).exists)
+    found = notebook.processes()
+    roles = {
+        "forkserver": found.forkservers,
+        "agent": found.agents,
+        "planner": [one for one in found.data_processes if one.name() == "taas-planner"],
+        "coordinator": [one for one in found.others if "taas.delivery.coordinator" in one.cmdline()],
+    }
+    [lost] = roles[who]
+    lost.kill()
+    until(lambda: gone([lost]))
+    for sign in ("go", "lost"):
+        (tmp_path / sign).touch()
+    ran = notebook.end()
+    assert ran.status == "ok", ran.evalue + ran.stdout
+    assert "started again (1 of 1 restarts used)" in ran.stdout
+    assert notebook.value("restart, seen > 0") == "1 True"
+    notebook.good("taas.unregister(loader)")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.wire import deadlines
-from taas.wire.poll_loop import as_found
+from taas.wire.poll_loop import give_limit
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +110,13 @@ class Forkserver:
         pid: int | None = self._server._forkserver_pid  # type: ignore[attr-defined]
         return pid
 
-    def outlived(self, exitcode: int | None) -> bool:
-        """Whether it is there after one of its processes ended with this status.
+    def outlived(self, *, untold: bool = False) -> bool:
+        """Whether it is there; ``untold``: it did not tell how one of its processes ended, as it tells of each.
 
         A forkserver that is killed closes the sentinels of its processes a moment before it is dead, and they are
-        this process's children; multiprocessing makes a status of 255 of that.
+        this process's children.
         """
-        return not _ends(self.pid, deadlines.FORKSERVER_DIES if exitcode == 255 else 0.0)
+        return not _ends(self.pid, deadlines.FORKSERVER_DIES if untold else 0.0)
 
     def start(self) -> None:
         """Start it, if it does not run."""
@@ -125,8 +125,9 @@ class Forkserver:
         os.environ[_IDLY] = ",".join(preload) if self._idle else ""
         self._server.set_forkserver_preload([FIRST, *preload])
         before = self.pid
-        with as_found():
-            self._server.ensure_running()
+        self._server.ensure_running()
+        assert self.pid is not None
+        give_limit(self.pid)  # before it forks anything
         if self.pid != before:
             logger.info("forkserver %s starts", self.pid)
         del os.environ[_IDLY]

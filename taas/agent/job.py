@@ -25,7 +25,7 @@ from taas.agent.processes import ForkedProcess
 from taas.agent.staging import ProjectArrival, Staging, log_of
 from taas.delivery.config import DataOrder
 from taas.runs.places import no_room
-from taas.wire.agents import EndJob, How, JobOver, JobSays, OfJob, StartJob
+from taas.wire.agents import WITH_FORKSERVER, EndJob, How, JobOver, JobSays, OfJob, StartJob
 from taas.wire.framing import Message
 from taas.wire.ranks import RankKept, Staged
 from taas.wire.transfer import Chunk, Sender, Taken
@@ -132,7 +132,9 @@ class Job:
             logger.info("job %d of %s has the processes %s", order.job, order.run, pids)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             logger.exception("job %d could not begin", self._order.job)
-            self.fail(": ".join(filter(None, (type(error).__name__, str(error), no_room(error)))))
+            killed = not self._agent.forkserver.outlived(untold=isinstance(error, (EOFError, OSError)))
+            why = ": ".join(filter(None, (type(error).__name__, str(error), no_room(error))))
+            self.fail(WITH_FORKSERVER if killed else why)
         for process in self.processes:
             self._agent.on(process.sentinel, partial(self._gone, process))
 
@@ -210,8 +212,11 @@ class DataJob(Job):
 
     def _process_gone(self, process: ForkedProcess) -> None:
         code = process.exitcode or 0
-        self._agent.forkserver.outlived(code)  # or is dead now, and its processes are the agent's children
-        self._how = self._how or (f"killed by signal {-code}" if code < 0 else f"ended with status {code}")
+        how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        # its forkserver is dead now, and its processes are the agent's children; by now there may be another one
+        if not self._agent.forkserver.outlived(untold=process.untold) or process.untold:
+            how = WITH_FORKSERVER
+        self._how = self._how or how
 
 
 def _be_data_process(order: DataOrder, staged: Staged) -> None:

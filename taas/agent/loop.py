@@ -139,7 +139,7 @@ class Agent:
         if not isinstance(job, RankJob) or job.stays:
             return
         self.kept.end()  # what is left of those with which it did not go on
-        if job.preparation is not None and self.forkserver.outlived(None):
+        if job.preparation is not None and self.forkserver.outlived():
             self.spares.want(job.preparation, job.size)
         else:
             self.spares.forget()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing.process
 import os
 import signal
 import socket
 import time
 from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
+from multiprocessing.forkserver import read_signed
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ class ForkedProcess:
         self.sentinel: int = process.sentinel
         self.gone = False
         self._process = process
+        # else multiprocessing reads how it ended, whenever it starts another one, and makes 255 of what was not told
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         self.recorded: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):  # gone already: its sentinel says so
             self.recorded = psutil.Process(self.pid)
@@ -57,9 +61,21 @@ class ForkedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """As multiprocessing has it; 255 also for a process whose forkserver is gone. It is reaped then."""
-        code: int | None = self._process.exitcode
+        """As multiprocessing has it, which reads it in the same way; None as long as it is there, and where it is ``untold``.
+
+        multiprocessing makes 255 of the latter, which a process may leave with as well.
+        """
+        popen = self._process._popen
+        if popen.returncode is None and not self.alive:
+            with contextlib.suppress(OSError, EOFError):
+                popen.returncode = read_signed(self.sentinel)
+        code: int | None = popen.returncode
         return code
+
+    @property
+    def untold(self) -> bool:
+        """Whether it is gone, and its forkserver could not tell how: that is gone itself."""
+        return self.exitcode is None and not self.alive
 
     def send(self, number: int) -> None:
         """Signal it, if it is the process that was started here; SIGKILL goes to its session."""

@@ -221,7 +221,7 @@ class RankJob(Job):
         self._hear_rank(rank)
         self._agent.off(rank.process.source)
         rank.process.disconnect()
-        outlived = self._agent.forkserver.outlived(process.exitcode)
+        outlived = self._agent.forkserver.outlived(untold=process.untold) and not process.untold
         if rank.ended is None:
             ended = rank.post_mortem(forkserver_outlived=outlived)
             if ended.outcome == "died":

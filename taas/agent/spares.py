@@ -113,7 +113,7 @@ class Spares:
         if spare in self._waiting:
             self._waiting.remove(spare)
         self._wanted = 0
-        if not self._forkserver.outlived(spare.exitcode):
+        if not self._forkserver.outlived(untold=spare.untold):
             sweep_orphans((self._forkserver.pid,))
 
     def end(self) -> None:

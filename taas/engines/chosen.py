@@ -12,6 +12,7 @@ from taas.engines.driven import DrivenEngine
 from taas.engines.ray import RayEngine
 from taas.engines.slurm import SlurmEngine
 from taas.errors import HeaderError
+from taas.header.arguments import split_words
 from taas.wording import nearest, refusal, shown
 
 _ELSEWHERE: dict[str, type[DrivenEngine]] = {"ray": RayEngine, "slurm": SlurmEngine}
@@ -51,7 +52,11 @@ def chosen(project: Path) -> EngineChoice:
     configured = load_catalog(project)
     if _said:
         return _said[0]
-    if words := os.environ.get("TAAS_ENGINE", "").split():
+    try:
+        words = split_words(os.environ.get("TAAS_ENGINE", ""))
+    except HeaderError as error:
+        raise HeaderError(f"TAAS_ENGINE {error}") from None
+    if words:
         return read_choice(words, "TAAS_ENGINE", configured)
     kind, address = configured["engine.default"], configured["engine.address"]
     words = [kind, address] if address and kind == "ray" else [kind]

@@ -15,7 +15,7 @@ from taas.engines import AgentConfig, Demand, Machine
 from taas.errors import EngineError
 from taas.memory_limits import memory_left
 from taas.wire.framing import LOOPBACK
-from taas.wire.poll_loop import Child, as_found
+from taas.wire.poll_loop import Child, give_limit
 
 _END_SECONDS = 5.0
 _LINE_BYTES = 4096
@@ -33,15 +33,15 @@ class LocalMachine:
         scratch = Path(config.scratch)
         scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log = os.open(scratch / "agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with as_found():
-            self._agent = Child(
-                ["-P", "-m", "taas.agent"],
-                stdout=self._log,
-                stderr=self._log,
-                env={**os.environ, "TMPDIR": config.scratch},
-                start_new_session=True,
-            )
+        self._agent = Child(
+            ["-P", "-m", "taas.agent"],
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "TMPDIR": config.scratch},
+            start_new_session=True,
+        )
         self.pid = self._agent.process.pid
+        give_limit(self.pid)  # before it has its configuration, after which it raises its own
         self._pidfd = os.pidfd_open(self.pid)
         self._end_by = float("inf")
         self._agent.send(config)

@@ -112,6 +112,8 @@ class JobAgents(msgspec.Struct):
     agents: tuple[AgentConfig, ...]
 
 
+_OUR_COMMENT = "taas: "
+"""So begins a job's comment that its nodes wrote: sites and users may give each job one of their own."""
 _BUT_ENDS = "grep -Eiv 'task.*: (exited|terminated|killed)|cancelled at|step aborted'"
 """Leaves out what srun says of tasks that end because one did."""
 
@@ -128,7 +130,7 @@ said=$(srun --no-kill --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none -
 {msgspec.json.encode(job).decode()}
 END
 )
-[ -z "$said" ] || scontrol update jobid="$SLURM_JOB_ID" comment="$said"
+[ -z "$said" ] || scontrol update jobid="$SLURM_JOB_ID" comment="{_OUR_COMMENT}$said"
 """
 
 
@@ -167,6 +169,16 @@ class Standing(NamedTuple):
     comment: str
 
     @property
+    def nodes_said(self) -> str:
+        """What its nodes said before it ended; empty where the comment is somebody else's."""
+        return self.comment.removeprefix(_OUR_COMMENT) if self.comment.startswith(_OUR_COMMENT) else ""
+
+    @property
+    def error(self) -> str:
+        """The class of :mod:`taas.errors` for its end: another start would end in the same way, or may go better."""
+        return "EngineError" if self.nodes_said or self.state == "FAILED" else "RunLost"
+
+    @property
     def over(self) -> bool:
         """Whether none of its nodes is left, or will come."""
         return self.state not in (*WAITS, *_GOES_ON)
@@ -182,7 +194,7 @@ class Standing(NamedTuple):
         }
         if self.state in words:
             return f"its Slurm job {job} was {words[self.state]}"
-        said = f"; its nodes said: {self.comment}" if self.comment else ""
+        said = f"; its nodes said: {self.nodes_said}" if self.nodes_said else ""
         return f"its Slurm job {job} is over ({self.state}){said}" if self.over else ""
 
 
@@ -209,6 +221,11 @@ def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
         )
     except EngineError as error:
         return {} if "Invalid job id" in str(error) else None
+    return read_queue(said)
+
+
+def read_queue(said: str) -> dict[str, Standing]:
+    """Read what ``squeue`` printed: how jobs stand, by their numbers."""
     rows = [line.replace("(null)", "").split("|", 5) for line in said.splitlines()]
     return {job: Standing._make(standing) for job, *standing in rows}
 

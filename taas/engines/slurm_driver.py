@@ -131,8 +131,7 @@ class SlurmDriver:
                 job.begun = min(job.begun, time.monotonic())
             if now.over:
                 self._jobs.remove(job)
-                error = "EngineError" if now.comment or now.state == "FAILED" else "RunLost"
-                self._say(job.left, "gone", f"lost: {now.why_over(job.id)}", error)
+                self._say(job.left, "gone", f"lost: {now.why_over(job.id)}", now.error)
             elif job.left:
                 self._give_notice(job, now)
                 self._tell_waiting(job, now)

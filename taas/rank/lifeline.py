@@ -20,9 +20,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from taas import _linux
-from taas.wire import deadlines
 
 _F_SETOWN, _F_SETSIG = 8, 10
+_KILLS_LATER = signal.SIGQUIT
+"""Its handler in C is alarm(2), to which the system gives the signal's number, 3: SIGALRM ends the process 3 s later."""
 _COMM = Path("/proc/self/comm")
 FORKSERVER_NAME, SPARE_NAME = "taas-forkserver", "taas-spare"
 OWN_NAME = _COMM.read_text().rstrip("\n")
@@ -71,10 +72,9 @@ class KernelTie:
     def kills(self, it_does: bool) -> None:
         """Say whether the pipe's end is to kill this process, whatever it is at, if it has not unsaid that in time.
 
-        No Python runs for it: the signal's handler is alarm(2) itself, whose argument, the signal's number, is that time.
+        No Python runs for it, since this process may hold the GIL or be stopped.
         """
-        number = signal.Signals(int(deadlines.NOTICE_END))
-        _linux.libc.signal(number, _linux.libc.alarm)
-        signal_at_end(self._too, os.getpid(), number if it_does else signal.SIGCONT)
+        _linux.libc.signal(_KILLS_LATER, _linux.libc.alarm)
+        signal_at_end(self._too, os.getpid(), _KILLS_LATER if it_does else signal.SIGCONT)
         if not it_does:
             signal.alarm(0)

@@ -213,14 +213,14 @@ def read_record(folder: Path) -> RunRecord | None:
     try:
         file = path.stat()
         record = copy(_decoded(path, file.st_ino, file.st_mtime_ns, file.st_size))
+        if record.live and not record.supervisor.lives:
+            # it may have ended in the very moment
+            record = _read(path.read_bytes())
     except (OSError, Unreadable):  # removed meanwhile, or of another version of taas
         return None
     if record.kept_ranks is not None and not record.supervisor.lives:
         record.kept_ranks = None
     if record.live and not record.supervisor.lives:
-        again: RunRecord = _read(path.read_bytes())
-        if not again.live:
-            return again  # it ended in the very moment
         record.state, record.outcome, record.ended = "over", "lost", file.st_mtime
         broke = how_it_broke(record.supervisor.pid)
         gone = f"supervisor broke down ({shown(broke, 200)})" if broke else "supervisor was killed"

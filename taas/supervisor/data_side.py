@@ -77,6 +77,8 @@ class DataSide:
         self.final = b""  # the generators' states, for the notebook
         self.failed = ""  # why nothing is delivered any more
         self.error = RunLost.__name__  # the class of taas.errors for that
+        self.lost = False  # since processes or VMs were lost, and no code of the cell had failed
+        self.planner_lost = ""  # how the planner was, where ranks are told so at their next element
         self.deserted = False  # nobody is left who tells the ranks so
         self.delivered: Delivered | None = None
         self._reached: dict[str, ResumePoint] = {}
@@ -159,7 +161,7 @@ class DataSide:
         if reports is None:
             if not self.final and not self.failed:
                 self.deserted = self.phase < Phase.FINISHING
-                self.failed = "the coordinator of the data workers ended"
+                self.failed, self.lost = "the coordinator of the data workers ended", True
             self._reach(Phase.OVER)
         for report in reports or ():
             self._take(report)
@@ -253,8 +255,12 @@ class DataSide:
         vm.send(OfJob(run=self._run, job=job, said=JobRequest(what="forget")))
         if number == PLANNER:
             self._command(HostLost(vm=PLANNER, cause=over.how))
+            killed = over.how.startswith("killed")
             if misses and not self.ready:
                 self.failed = f"the planner {over.how}; what it printed is in {self._log}"
+                self.lost = killed
+            elif misses and killed:
+                self.planner_lost = f"the planner was {over.how}"
         elif misses:
             self._tell_lost(number, over.how)
             self._replace(over.how, vm)
@@ -272,6 +278,7 @@ class DataSide:
             self._transfer.lose(self._job(number))
             if number == PLANNER:
                 self._command(HostLost(vm=PLANNER, cause=how))
+                self.lost = self.lost or not self.failed
                 self.failed = self.failed or f"the agent of the planner was {how}"
             elif misses and (vm.up or vm.machine.error == RunLost.__name__):
                 self._tell_lost(number, how)
@@ -295,7 +302,8 @@ class DataSide:
             self.start_data_processes()
         elif not self.vms.by_number:
             reason = f"all data VMs were lost, the last one {how}; what they printed is in {self._log}"
-            self.failed = self.failed or ("" if self._config.host else reason)
+            if not self._config.host and not self.failed:
+                self.failed, self.lost = reason, True
             self._command(Failed(reason=reason))
 
     # ------------------------------------------------------------ its end

@@ -321,6 +321,7 @@ class Supervisor:
             to_go = run.found.stopped or self._kernel_gone
             self._fleet.release(run.name, 0.0 if to_go else run.submit.engine.idle)
         run.worker.do(run.recorder.close)
+        run.worker.do(make_room, lambda _: None)  # a folder that cannot be removed stays
         run.worker.close()
         del self._runs[run.name]
         self._queue.look_again()

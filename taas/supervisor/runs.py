@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from taas.delivery.config import ResumePoint
-from taas.errors import NotEnoughDevices, RunLost
+from taas.errors import DeliveryError, NotEnoughDevices, RunLost
 from taas.runs.records import output_folder
 from taas.storage.kept import make_writes, sort
 from taas.supervisor.data_side import DataSide
@@ -17,12 +17,13 @@ from taas.supervisor.rank_jobs import Findings, RankJobs
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import DataVms, Vm
-from taas.wire.agents import How, JobOver, JobRequest, JobSays, RanksSeen, RanksUse
+from taas.wire.agents import WITH_FORKSERVER, How, JobOver, JobRequest, JobSays, RanksSeen, RanksUse
 from taas.wire.clients import RunState
 from taas.wire.framing import StoreAddress
 from taas.wire.poll_loop import WorkThread
 from taas.wire.ranks import Asking, RankEnded, RankStage
 from taas.wire.transfer import Chunk, Taken
+from taas.wording import named
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +118,20 @@ class Run:
         if data.delivered is not None:
             self.recorder.note(delivered=data.delivered)
         if data.deserted and self.state in ("starting", "running"):
-            self._trouble(f"nothing can be delivered any more: {data.failed}")
+            self._data_gone(f"nothing can be delivered any more: {data.failed}")
         elif data.failed and self.state == "acquiring":
             had = data.error == RunLost.__name__
-            self._trouble(f"nothing can be delivered: {data.failed}" if had else data.failed, data.error)
+            self._data_gone(f"nothing can be delivered: {data.failed}" if had else data.failed)
         self.look_at_machines()
+
+    def _data_gone(self, what: str) -> None:
+        """The data side keeps the run from going on: as a loss, after which another start may go better, or for good."""
+        assert self.data is not None
+        if self.data.lost:
+            self.found.lost = self.found.lost or what
+            self.end()
+        else:
+            self._trouble(what, self.data.error)
 
     def hear(self, vm: Vm, job: int, said: JobSays) -> None:
         """Take in what an agent of this run says of a job; what is another agent's to say is not heard."""
@@ -162,8 +172,13 @@ class Run:
         self.hangs.lose_vm(number)
         self.found.notices += over.notices
         if over.how:
-            self.vms[number].unfit = True
-            self._trouble(over.how)
+            if over.how == WITH_FORKSERVER:
+                of = named("of", self.ranks.name(number))
+                self.found.lost = self.found.lost or f"the forkserver{of} was killed before its ranks began"
+                self.end()
+            else:
+                self.vms[number].unfit = True
+                self._trouble(over.how)
         if not over.how or self.found.all_done:  # its ranks were, and then their names could not be taken
             self._ask_for_final()
 
@@ -279,7 +294,14 @@ class Run:
         """What was lost, of a finished run that may be started again; else empty. New ranks lack what kept ones had."""
         if self._spec.keep or self.restarts >= self._spec.max_restarts:
             return ""
-        return self.found.loss
+        return self.found.loss or self._loss_of_planner
+
+    @property
+    def _loss_of_planner(self) -> str:
+        """How the planner was lost, of a run whose ranks failed at their next element, which nobody plans."""
+        first = self.found.verdict.first
+        failed_for_it = first is not None and first.etype == DeliveryError.__name__
+        return self.data.planner_lost if self.data is not None and failed_for_it else ""
 
     def again(self, vms: list[Vm], data: DataVms | None) -> Run:
         """Give this name to a new start on these VMs, whose ranks hear where the loaders were, for ``taas.resume``.

@@ -45,6 +45,10 @@ class OfJob(Message, Generic[Said], frozen=True):
 # ---------------------------------------------------------------- of a job, by its agent
 
 
+WITH_FORKSERVER = "killed with its forkserver"
+"""How a job ended whose forkserver was killed before, or while, its processes were forked; of a data process, later too."""
+
+
 class JobOver(Message, frozen=True):
     """No process of a job is left, or was ever started, and all that they wrote was mirrored.
 

@@ -29,7 +29,6 @@ TREE_DIES = 2.0  # for processes that were killed to be dead
 DEATH_IS_THE_CAUSE = 2.0  # a killed rank is to blame for what others met so shortly before its agent saw it
 CHOOSE_GPUS = 2.0  # for another supervisor to choose among this machine's GPUs
 LAST_WORD = 2.0  # for an engine to say why a connection is gone
-NOTICE_END = 3.0  # for a supervisor to notice its kernel's end; a signal's number, too (rank/lifeline)
 LEAVE_KEPT = 3.0  # for what libraries do at the exit of kept ranks
 FAILURE = 3.5  # for the cell in a rank after another one has failed
 END_RANKS = 4.0  # for an agent to end ranks now, rank 0's names included; who sends something home is at work

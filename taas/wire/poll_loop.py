@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -83,16 +83,14 @@ def raise_limit() -> None:
     _set((_found[1], _found[1]))
 
 
-@contextlib.contextmanager
-def as_found() -> Iterator[None]:
-    """Start processes with the limit that this one was started with."""
-    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+def give_limit(pid: int) -> None:
+    """Give a child of this process the limit that this one was started with, and so all that it starts later.
+
+    Lowered here while the child is started, the limit would be too low for what other threads open meanwhile.
+    """
     if _found is not None:
-        _set(_found)
-    try:
-        yield
-    finally:
-        _set(raised)
+        with contextlib.suppress(ProcessLookupError):  # its end is seen elsewhere
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, _found)
 
 
 def _set(limits: tuple[int, int]) -> None:
