@@ -15,7 +15,9 @@ Not covered:
 
 What happens to a write in such a rank (``--rank-writes``):
   * ``discard``: Python-level writers go to the rank's scratch, which it reads back; at the end of the run ``storage/kept``
-    sorts that. What the diversion cannot see hits the wall.
+    sorts that. What the diversion cannot see hits the wall, or does not find what was diverted; where that raises an error, the
+    cell explains it. (An overlay mount would give C code the rank's own files, too, and is none: a file that rank 0 replaces by
+    a rename stays the old one there, silently, until another one is mounted; between the two anybody may read it.)
   * ``deny``: it is ``StorageDenied``.
 """
 
@@ -33,6 +35,7 @@ from typing import Literal
 from taas.errors import StorageDenied
 from taas.storage import boundary, diversion, kept, saves, walls
 from taas.storage.boundary import LANDLOCK_SAID, NEVER, WALL_SAID, Denial
+from taas.storage.missed import explain_missing
 from taas.storage.table import Table
 
 _edge: boundary.Boundary | None = None
@@ -68,8 +71,10 @@ class Guard:
             self.table.begin_run(str(scratch), since_ns)
 
     def explain(self, error: BaseException) -> str | None:
-        """A sentence for an error the wall raised through C code; None when the wall had no part in it."""
-        return None if self.denial is None else self.denial.explain(error)
+        """A sentence for an error that the write rule raised through C code; None when it had no part in it."""
+        if self.denial is None or self.table is None:
+            return None
+        return self.denial.explain(error) or explain_missing(error, self.table, self.denial)
 
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:

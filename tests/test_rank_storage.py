@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -376,6 +377,85 @@ def test_no_wall_at_all_is_an_error(run: Run):
         return "it ran"
 
     assert "cannot be kept from writing" in join(fork(body))
+
+
+BELOW_PYTHON = {
+    "safetensors, in a folder that this rank made": (
+        "safetensors.torch.save_file({'a': torch.ones(2)}, 'made/m.safetensors')",
+        "made",
+    ),
+    "safetensors, where the wall is met": (
+        "safetensors.torch.save_file({'a': torch.ones(2)}, 'there/m.safetensors')",
+        "there",
+    ),
+    "safetensors reads": ("safetensors.torch.load_file('made/own.safetensors')", "made/own.safetensors"),
+    "torch.jit.save": ("torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'made/m.pt')", "made"),
+    "torchvision reads": ("torchvision.io.read_file('made/own.safetensors')", "made/own.safetensors"),
+    "a program writes": ("subprocess.run(['touch', 'made/x'], check=True, capture_output=True)", "made"),
+    "a program reads": (
+        "subprocess.run(['cat', 'made/own.safetensors'], check=True, capture_output=True)",
+        "made/own.safetensors",
+    ),
+    "a program's working directory": ("subprocess.run(['true'], cwd='made', check=True)", "made"),
+    "a library's absolute path": (
+        "safetensors.torch.load_file(os.path.abspath('made/own.safetensors'))",
+        "made/own.safetensors",
+    ),
+}
+"""What C code and programs do with what a rank other than 0 wrote, and the path that is explained."""
+
+
+@pytest.mark.parametrize("what", BELOW_PYTHON)
+def test_what_c_code_does_not_find_is_explained(run: Run, what: str):
+    """Whether it meets the wall or finds no folder: path, rank, rule and what to do, in one sentence."""
+    code, path = BELOW_PYTHON[what]
+    (run.project / "there").mkdir()
+    import safetensors.torch
+    import torch
+    import torchvision
+
+    def body(guard):
+        Path("made").mkdir()
+        Path("made/own.safetensors").write_bytes(safetensors.torch.save({"a": torch.ones(1)}))
+        names = {"safetensors": safetensors, "torch": torch, "torchvision": torchvision}
+        warnings.simplefilter("ignore")  # torch's, of what is deprecated
+        try:
+            eval(code, {**names, "subprocess": subprocess, "os": os})
+        except Exception as error:
+            return guard.explain(error)
+        return "no error"
+
+    said = run.rank(body)
+    for words in (str(run.project / path), "rank 1", "only rank 0 writes the project", "--shared"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('made/none')",
+        "open('none')",
+        "raise_(RuntimeError('the model does not exist'))",
+        "subprocess.run(['cat', '/none'], check=True, capture_output=True)",
+        "os.remove('made/none')",
+    ],
+)
+def test_what_is_nowhere_is_not_explained(run: Run, code: str):
+    """A file that nobody has is an ordinary error, also beside what this rank has."""
+
+    def raise_(error):
+        raise error
+
+    def body(guard):
+        Path("made").mkdir()
+        Path("made/own").write_text("x")
+        try:
+            eval(code, {"raise_": raise_, "subprocess": subprocess, "os": os})
+        except Exception as error:
+            return guard.explain(error)
+        return "no error"
+
+    assert run.rank(body) is None
 
 
 def test_a_machine_that_gives_no_wall_is_told_of_in_the_cell(run: Run):

@@ -204,6 +204,15 @@ class Denial:
             f"{self.boundary.project} (--rank-writes {self.mode}). Write it in rank 0 only, {step}."
         )
 
+    def text_of_own(self, path: str, said: str) -> str:
+        """Say why C code or a program did not find what this rank wrote at ``path``."""
+        return (
+            f'"{said}", said C code or a program in rank {self.rank}: what ranks other than 0 write at {path} they '
+            "keep to themselves, and only Python's own functions find it there; only rank 0 writes the project "
+            f"{self.boundary.project} (--rank-writes {self.mode}). Write and read it in rank 0 only, outside the project, "
+            "or give the directory as --shared."
+        )
+
     def explain(self, error: BaseException) -> str | None:
         """A sentence for an error that came from the wall through C code or a child; None for any other."""
         seen: set[int] = set()
@@ -246,15 +255,19 @@ class Denial:
         return not named or any(self.boundary.relative(os.path.realpath(path)) is not None for path in named)
 
     def _project_path(self, error: BaseException) -> str | None:
-        """The project path that the wall refused, where the error names it."""
-        if not isinstance(error, OSError) or error.errno not in _WALL_ERRNOS:
+        """The project path that the wall refused, where the error names it: its own attribute, or its text."""
+        text, code, found = text_of(error), errno.EROFS, list[str]()
+        if isinstance(error, OSError):
+            if error.errno not in _WALL_ERRNOS:
+                return None
+            code = error.errno
+            found += [os.fsdecode(error.filename)] if isinstance(error.filename, str | bytes) else []
+        elif isinstance(error, subprocess.CalledProcessError) or not WALL_SAID.search(text):
             return None
-        named = error.filename
-        found = [os.fsdecode(named)] if isinstance(named, str | bytes) else []
-        found += [one or other for one, other in _NAMED.findall(text_of(error))]
+        found += [one or other for one, other in _NAMED.findall(text)]
         for path in found:
             real = os.path.realpath(path)
-            unreadable = error.errno == errno.EACCES and os.path.exists(real) and not os.access(real, os.R_OK)
+            unreadable = code == errno.EACCES and os.path.exists(real) and not os.access(real, os.R_OK)
             if self.boundary.relative(real) is not None and not unreadable:
                 return real
         return None

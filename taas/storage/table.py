@@ -79,6 +79,11 @@ class Table:
         """Where the project's version of a place is, or would be."""
         return join(self.boundary.project, place)
 
+    def is_only_own(self, place: str) -> bool:
+        """Whether this rank has something at a place where rank 0 has nothing."""
+        own, live = self._both(place)
+        return own is not None and live is None
+
     def see(self, place: str) -> Seen | None:
         """What stands at a place in this rank's view, links not followed."""
         own, live = self._both(place)
