@@ -98,7 +98,6 @@ class Waits:
         return index
 """
 SEES = """
-import os, time
 restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 seen = 0
 for batch in loader:
@@ -124,7 +123,7 @@ for batch in loader:
 def test_a_loss_on_the_data_side_is_one(notebook: Notebook, tmp_path: Path, when: str, who: str) -> None:
     """Whatever of taas goes, before the ranks begin and later, the run starts again."""
     notebook.good(
-        f"{LOADER}\nsigns = {str(tmp_path)!r}\nloader = DataLoader(Waits(signs), num_workers=1)\n"
+        f"%taas release\nimport os\n{LOADER}\nsigns = {str(tmp_path)!r}\nloader = DataLoader(Waits(signs), num_workers=1)\n"
         "taas.register(loader)"
     )
     notebook.start(f"{HEAD} --cpus 1{SEES}")
