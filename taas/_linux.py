@@ -330,6 +330,23 @@ def kill_in(seconds: float) -> None:
     check(libc.timer_settime(_kill_timer, 0, ctypes.byref(spec), None), "timer", f"{seconds} s")
 
 
+_PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that Python itself ignores."""
+
+
+def begin_afresh() -> None:
+    """Undo what this process has inherited and cannot work with: blocked and ignored signals, a folder that may go.
+
+    Whoever starts it may have blocked SIGCHLD, for one: a forkserver would never hear that a child has ended. SIGHUP stays
+    ignored where ``nohup`` has seen to that.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - {signal.SIGHUP, *_PYTHONS_OWN}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    os.chdir("/")
+
+
 def set_parent_death_signal(number: int) -> None:
     """Ask for a signal when the parent thread ends."""
     prctl(_PR_SET_PDEATHSIG, number)

@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -219,3 +220,23 @@ def _changed_at(file: str | None) -> int:
         return Path(file).stat().st_mtime_ns if file else 0
     except OSError:  # "built-in", and what was removed
         return 0
+
+
+def absolute_import_path(text: str) -> str:
+    """Return a PYTHONPATH whose folders do not depend on the working directory; an empty one is that directory itself."""
+    folders = text.split(os.pathsep)
+    if all(map(os.path.isabs, folders)):
+        return text
+    return os.pathsep.join(map(os.path.abspath, folders))
+
+
+_FOLDERS = ("HOME", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "TMPDIR", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR")
+
+
+def keep_paths() -> None:
+    """Let this process, and its children, find in another working directory what variables name from this one."""
+    if text := os.environ.get("PYTHONPATH"):
+        os.environ["PYTHONPATH"] = absolute_import_path(text)
+    for name in _FOLDERS:
+        if folder := os.environ.get(name):
+            os.environ[name] = str(Path(folder).absolute())

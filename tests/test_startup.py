@@ -99,3 +99,73 @@ def test_a_folder_that_cannot_be_written_is_named(ipython_dir: Path) -> None:
     assert refused.returncode == 1
     assert str(ipython_dir) in refused.stderr
     assert "IPYTHONDIR" in refused.stderr
+
+
+SIGNALS = {
+    "SIGCHLD blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])",
+    "all blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGINT})",
+    "SIGCHLD ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "SIGTERM, SIGQUIT and SIGALRM ignored": (
+        "for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGALRM): "
+        "signal.signal(number, signal.SIG_IGN)"
+    ),
+}
+"""What whoever started the kernel may have done to its signals."""
+
+
+@pytest.mark.parametrize("what", SIGNALS)
+def test_processes_begin_with_clean_signals(tmp_path: Path, what: str) -> None:
+    """Runs begin and end, also where another one follows, and data workers are there; ranks have the mask of a script."""
+    again = (
+        "#pragma taas --gpus 2 --cpus 1\nimport os, signal\ntotal = sum(len(batch) for batch in loader)\n"
+        "ignored = [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN]\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, []), sorted(ignored) == [signal.SIGPIPE, signal.SIGXFSZ])"
+    )
+    loader = (
+        "from torch.utils.data import DataLoader\nimport taas\n"
+        "loader = DataLoader(range(8), batch_size=2)\ntaas.register(loader)"
+    )
+    first, *_, last = ran_in(
+        tmp_path, f"import signal\n{SIGNALS[what]}", "%load_ext taas", loader, RANKS, again, again
+    )
+    assert first == ""
+    assert last == "set() True\n"
+
+
+GONE = {
+    "removed": "shutil.rmtree(folder)",
+    "made anew": "shutil.rmtree(folder); os.mkdir(folder)",
+    "made anew, and filled": ("shutil.rmtree(folder); os.mkdir(folder); os.mkdir(folder + '/in')"),
+    "moved": "os.rename(folder, folder + '-2'); folder += '-2'",
+}
+"""What may become of the folder in which taas was first used."""
+
+
+@pytest.mark.parametrize("what", GONE)
+def test_the_folder_in_which_taas_was_started_goes(tmp_path: Path, what: str) -> None:
+    """The notebook goes on from any folder that is there; without one, the cell says what to type."""
+    first = tmp_path / "first"
+    first.mkdir()
+    book = Notebook(first)
+    try:
+        book.good("%load_ext taas\nimport os, shutil\nfolder = os.getcwd()")
+        assert book.good(RANKS).own == "2\n"
+        book.good(GONE[what])
+        if what != "moved":
+            ran = book.run(RANKS)
+            assert "working directory was removed" in ran.evalue + ran.stderr + ran.stdout
+        book.good(f"os.chdir({str(tmp_path)!r})\n%taas release")
+        assert book.good(RANKS).own == "2\n"
+        assert book.good(RANKS).own == "2\n"
+    finally:
+        book.close()
+
+
+def test_relative_folders_in_variables_mean_what_they_meant(tmp_path: Path) -> None:
+    """PYTHONPATH and Jupyter's folders may depend on the folder in which the kernel was started."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "found_by_path.py").write_text("value = 7")
+    environ = {"PYTHONPATH": f"lib{os.pathsep}", "JUPYTER_RUNTIME_DIR": "runtime"}
+    cell = "#pragma taas --gpus 2\nimport found_by_path, os\nprint(found_by_path.value)"
+    assert ran_in(tmp_path, "%load_ext taas", cell, cell, environ=environ)[1:] == ["7\n", "7\n"]
+    assert list((tmp_path / "runtime" / "taas" / "runs").iterdir())

@@ -183,6 +183,7 @@ def _die_when_stopped(ending: threading.Event) -> None:
 
 def main() -> None:
     """Serve as the configuration on standard input says."""
+    _linux.begin_afresh()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
     if not line:  # the engine changed its mind

@@ -17,6 +17,8 @@ from types import ModuleType
 
 import psutil
 
+from taas.import_hooks import absolute_import_path
+
 _A_RANKS_OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MPLBACKEND",
@@ -58,6 +60,8 @@ def sendable_variables() -> tuple[dict[str, str], list[str]]:
     changed = changed_variables()
     of_here = {name for name in changed if _is_of_library(name, os.environ.get(name, ""))}
     environ = {n: value for n, value in os.environ.items() if is_utf8(n + value) and n not in of_here}
+    if text := environ.get("PYTHONPATH"):  # the forkserver, which reads it, stands in another folder
+        environ["PYTHONPATH"] = absolute_import_path(text)
     left_out = os.environ.keys() - environ.keys() - {*changed}
     return environ, [ascii(name)[1:-1] for name in os.environ if name in left_out]
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from taas.config import project_folder
 from taas.engines.chosen import chosen
 from taas.errors import EngineError, HeaderError, RunLost
 from taas.process_log import how_it_broke, log_file
@@ -165,7 +166,7 @@ def start_ahead() -> None:
     """Start what the first cell will need, if that is of this machine; who needs it before it is there joins this."""
     global _ahead
     with contextlib.suppress(HeaderError):  # the first cell says what is wrong
-        if chosen(Path.cwd()).kind == "local" and _current is None and _ahead is None:
+        if chosen(project_folder()).kind == "local" and _current is None and _ahead is None:
             _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
             _ahead.start()
 

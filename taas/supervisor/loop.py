@@ -19,6 +19,7 @@ from taas._linux import remove_tree
 from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError, NotEnoughDevices
+from taas.import_hooks import keep_paths
 from taas.process_log import log_message
 from taas.rank.lifeline import KernelTie
 from taas.runs.places import ProcessMark, no_room
@@ -422,6 +423,8 @@ def _end(control: ControlSocket, fleet: Fleet) -> None:
 def main() -> None:
     """Read the configuration from standard input, and serve."""
     become_subreaper()
+    keep_paths()
+    _linux.begin_afresh()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process_log.begin(os.getpid())
     config = msgspec.json.decode(sys.stdin.readline(), type=SupervisorConfig)
