@@ -13,9 +13,11 @@ from taas.errors import TaasError
 from taas.header.arguments import Option
 from taas.header.options import ON, OPTIONS
 from taas.notebook.verbs import complete
+from taas.wording import shown
 
 _TYPE = re.compile(r"\s*#!\s*([\w.]*)", re.ASCII)
 _OPTIONS = re.compile(r"\s*(?:#\s?pragma\s+taas|(%%)taas)\s(.*)")
+_WIDTH = 48
 _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
@@ -60,8 +62,11 @@ def header_matcher(context: Any) -> dict[str, Any]:
     ):  # nothing is typed; or taas.toml is wrong: the cell says so when it is executed
         return {"completions": [], "suppress": False}
     return {
-        # JupyterLab shows the type beside each text, and nothing else
-        "completions": [SimpleCompletion(text, type=about) for text, about in texts.items()],
+        # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at blanks
+        "completions": [
+            SimpleCompletion(text, type=shown(about, _WIDTH).replace(" ", "\u00a0"))
+            for text, about in texts.items()
+        ],
         "matched_fragment": word,
         "ordered": True,
         "suppress": bool(texts),
