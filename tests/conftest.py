@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 import random
 import subprocess
@@ -27,6 +28,8 @@ from taas import _linux
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("taas", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("taas")
+# From Python 3.14 on a DataLoader's workers come from a forkserver, which would outlive the test that uses one here.
+multiprocessing.set_start_method("fork")
 _PR_SET_CHILD_SUBREAPER = 36
 _OF_A_RUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
 _MINUTES = (

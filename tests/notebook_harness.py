@@ -132,7 +132,8 @@ class Notebook:
         self._as_started = self._as_started or self.good(_STATE).own
         self.folder = folder
         self.good(f"%taas release\n{_RENEW.format(state=self._as_started.strip(), folder=str(folder))}")
-        self.good("%reset -f")
+        # ``%reset`` takes ``__spec__`` away, which multiprocessing asks for where it does not fork (Python 3.14)
+        self.good("%reset -f\n__spec__ = None")
 
     def run(self, code: str, seconds: float = 120, *, store_history: bool = True) -> Ran:
         """Execute a cell and wait for its end."""
