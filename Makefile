@@ -37,7 +37,7 @@ test-all: .venv/test
 
 test-oldest: .venv-oldest/done
 	.venv-oldest/bin/python -m pytest $(FOUR) -m "$(QUICK)" -W default::DeprecationWarning $(TESTS)
-	.venv-oldest/colab/bin/python -m pytest tests/test_colab.py
+	.venv-oldest/colab/bin/python -m pytest tests/test_colab.py -W default::DeprecationWarning
 
 test-ray: .venv/test
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[ray]" --group clusters
