@@ -444,3 +444,30 @@ def test_a_full_disk_is_named_and_the_rest_comes(home: Home, place: str) -> None
         assert " did not " in said and "No space left on device" in said
         names = {"best.pt", "log.txt"} if place == "project" else {"best.pt", "old.txt"}
         assert home.files().keys() == names
+
+
+def test_a_file_that_does_not_come_is_an_error(tmp_path: Path) -> None:
+    """Nobody answers: whoever waits is told after a while; one who is answered in vain finds no file, as ever."""
+    code = """
+import sys
+from pathlib import Path
+from taas.project_sync import late_files
+from taas.wire import deadlines
+deadlines.LATE_FILE = 0.3
+folder, project = sys.argv[1:]
+(Path(folder) / "index").write_text('["data/big.bin"]')
+late_files.use(folder, project, "")
+try:
+    open(f"{project}/data/big.bin")
+except TimeoutError as error:
+    print(error)
+print([path.name for path in Path(folder).iterdir()])
+"""
+    (tmp_path / "asks").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "asks"), str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "nothing has come from there" in done.stdout
+    assert "'data/big.bin'" in done.stdout
+    assert done.stdout.endswith("['index']\n")

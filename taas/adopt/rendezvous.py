@@ -44,6 +44,7 @@ Handler = Callable[..., Iterator[Meeting]]
 
 SCHEMES = ("env", "tcp", "file")
 CONNECT_TIMEOUT = timedelta(seconds=60)
+REMAKE_SECONDS = 600.0  # for kept ranks of all VMs to have the names of their next cell
 FOREVER = float("inf")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 DESTROY_SECONDS = 10.0
@@ -258,8 +259,13 @@ class Rendezvous:
         close_default_group()
         store = me.store("backends")
         store.set(str(me.rank), backend)
+        seconds = REMAKE_SECONDS
         for rank in range(me.world_size):
-            me.wait_for("backends", str(rank))
+            if not me.wait_for("backends", str(rank), seconds):
+                raise RuntimeError(
+                    f"rank {rank} did not come within {seconds:.0f} s to make the process group anew that the end of the "
+                    "last cell broke off: type %taas release, and run the cell again in new ranks"
+                )
         backends = {store.get(str(rank)).decode() for rank in range(me.world_size)}
         if backends == {""}:
             return

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -21,12 +22,14 @@ import posix
 import select
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from taas.project_sync.archive import FileState
 from taas.storage.diversion import replace
+from taas.wire import deadlines
 from taas.wire.agents import JobRequest
 from taas.wire.transfer import Chunk
 
@@ -105,6 +108,9 @@ class LateFiles:
 
     def take(self, chunk: Chunk) -> None:
         """Take in a part of a file; one that cannot be kept, or cannot be had, is not there."""
+        for pipe in self.folder.glob("*-*"):  # what comes comes in turn: others wait for this one
+            with contextlib.suppress(OSError):  # who asked was killed
+                os.utime(pipe)
         name, state = chunk.file, self._missing.get(chunk.file)
         if state is None:
             return  # of an earlier cell
@@ -207,7 +213,20 @@ def _come(path: Any) -> bool:
         posix.rename(asking, pipe)  # from now on the agent sees it, and finds somebody who reads
         waiting = select.poll()
         waiting.register(fd, select.POLLIN)
-        waiting.poll()
+        while not waiting.poll(deadlines.LATE_FILE * 1000):
+            # the agent touches it whenever something has come, and removes it with its answer
+            try:
+                silent = time.time() - posix.stat(pipe).st_mtime
+            except FileNotFoundError:
+                break
+            if silent >= deadlines.LATE_FILE:
+                posix.unlink(pipe)
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"it is on the notebook's machine, and nothing has come from there for {deadlines.LATE_FILE:.0f} s: "
+                    "see that the way to it is up, and run the cell again",
+                    name,
+                )
     finally:
         posix.close(fd)
     return True

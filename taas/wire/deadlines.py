@@ -48,5 +48,6 @@ NAMES_AHEAD = 20.0  # for names to be packed before a wait on GPUs is aborted: c
 SPARES_LOOK = 20.0  # between two looks whether the machine has memory for spares
 STORE_OPENS = 30.0  # for the store of a run on several machines to listen
 CONNECT = 60.0  # for an agent elsewhere to reach its supervisor
+LATE_FILE = 60.0  # for any part of a file to come that did not travel with the project
 NAMES_PACKED = 60.0  # for rank 0 to pack its names after a failure
 SPARES_IDLE = 15 * 60.0  # for the next run to come before its spares are ended
