@@ -18,6 +18,7 @@ from taas.wording import shown
 _TYPE = re.compile(r"\s*#!\s*([\w.]*)", re.ASCII)
 _OPTIONS = re.compile(r"\s*(?:#\s?pragma\s+taas|(%%)taas)\s(.*)")
 _WIDTH = 48
+_UNBROKEN = str.maketrans({" ": "\u00a0", "-": "\u2011"})
 _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
@@ -62,9 +63,9 @@ def header_matcher(context: Any) -> dict[str, Any]:
     ):  # nothing is typed; or taas.toml is wrong: the cell says so when it is executed
         return {"completions": [], "suppress": False}
     return {
-        # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at blanks
+        # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at blanks and dashes
         "completions": [
-            SimpleCompletion(text, type=shown(about, _WIDTH).replace(" ", "\u00a0"))
+            SimpleCompletion(text, type=shown(about, _WIDTH).translate(_UNBROKEN))
             for text, about in texts.items()
         ],
         "matched_fragment": word,
