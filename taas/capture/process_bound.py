@@ -322,7 +322,7 @@ def _without_wrapper(heap: Any, roots: dict[str, int], inside: set[int]) -> Iter
     ]
     missing += [
         (model, "was prepared by accelerate for one process: call prepare again in this cell to train it.")
-        for model in libraries.prepared_models(heap.objects[n] for n in inside)
+        for model in libraries.prepared_models([heap.objects[n] for n in inside])
     ]
     for value, why in missing:
         found = heap.way_to({heap.number[id(value)]}, roots)

@@ -16,7 +16,7 @@ import contextlib
 import datetime
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from taas.capture.reading import Reading, keeps_state_of_object, make_plain, read_plain, turn_into
@@ -74,7 +74,7 @@ def _classes(name: str) -> tuple[type, ...]:
     return tuple(cls for cls in found if cls is not None)
 
 
-def of_kind(name: str, values: Iterable[Any]) -> list[Any]:
+def of_kind(name: str, values: Collection[Any]) -> list[Any]:
     """Return the objects of a class, by its full name."""
     classes = _classes(name)
     if not classes:
@@ -173,7 +173,7 @@ def _settle_states(
         state.GradientState._shared_state.update(settings[state.GradientState])
 
 
-def _group_arguments(values: Iterable[Any]) -> dict[str, Any]:
+def _group_arguments(values: Collection[Any]) -> dict[str, Any]:
     """Return what the process group is to be made with, as an Accelerator, or TrainingArguments, say it."""
     found: dict[str, Any] = {}
     for arguments in of_kind("transformers.training_args.TrainingArguments", values):
@@ -326,7 +326,7 @@ def renews(value: Any) -> bool:
     return any(of_kind(name, [value]) for name in _RENEW)
 
 
-def prepared_models(values: Iterable[Any]) -> list[Any]:
+def prepared_models(values: Collection[Any]) -> list[Any]:
     """Return the models that accelerate has prepared, and did not wrap: in one process."""
     return [model for model in of_kind("torch.nn.Module", values) if _PREPARED in vars(model)]
 
