@@ -27,9 +27,10 @@ from taas.engines.local import check_memory
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.options import RunSpec
 from taas.memory_limits import memory_left
+from taas.notebook import pending
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
-from taas.notebook.live_view import keep_capture, notify_at_end
+from taas.notebook.live_view import notify_at_end
 from taas.notebook.reached_code import takes_first_gpu_for_its_own
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
@@ -116,7 +117,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue
                 record = start_background(supervisor, submit, interrupts)
                 notify_at_end(record, shell)
                 if spec.returned != ():  # else nothing of it will change in the notebook
-                    keep_capture(record.id, captured, loaders)
+                    pending.hold(record, captured, loaders)
                 return record
             if spec.keep:  # the cell changes what they have; until then an interrupt leaves it known
                 _kept = None

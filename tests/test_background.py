@@ -307,3 +307,43 @@ def test_a_line_that_waits_for_a_person_is_not_stale(notebook: Notebook) -> None
     notebook.end()
     assert "asked for an answer" in last
     assert "stale" not in last
+
+
+def test_what_a_run_was_given_is_let_go_when_nobody_attaches_it(tmp_path: Path) -> None:
+    """After an hour, or beyond 2 GB, the oldest first; the run's names are bound to new objects then, and that is said."""
+    book = open_notebook(tmp_path)
+    try:
+        book.good(
+            "import gc, time, weakref\nfrom taas.notebook import pending\n"
+            "class Model: pass\n"
+            "def alive(): gc.collect(); return [ref() is not None for ref in refs]\n"
+            "refs = []"
+        )
+        for name in ("one", "two", "three"):
+            book.good(
+                f"model = Model(); model.name = {name!r}; refs.append(weakref.ref(model))\n"
+                f"mine_{name} = [model.name]"
+            )
+            book.good(
+                f"#pragma taas --gpus 2 --background --name {name}\n"
+                f"mine_{name}.append(model.name); model.trained = True"
+            )
+            book.good("_.result(100)")
+        book.good("model = None; first = mine_one; last = mine_three")
+        assert book.value("alive()") == "[True, True, True]"
+        # at the very time at which the first has been over for an hour, and the others have not
+        book.good(
+            "ended = min(pending.read_record(p.record.folder).ended for p in pending._pending.values())"
+        )
+        book.good("pending.let_go_of_old(now=ended + pending._SECONDS)")
+        assert book.value("alive()") == "[False, True, True]"
+        said = book.good("%taas attach one").stdout
+        assert "the objects that one was given are not held any more" in said
+        assert book.value("mine_one, mine_one is first") == "['one', 'one'] False"
+        book.good("pending._BYTES = max(p.captured.held_bytes for p in pending._pending.values())")
+        assert book.value("alive()") == "[False, False, True]"  # by the event at the end of that cell
+        book.good("%taas attach three")
+        assert book.value("mine_three, mine_three is last") == "['three', 'three'] True"
+        assert book.value("pending._pending, alive()") == "{} [False, False, False]"
+    finally:
+        book.close()

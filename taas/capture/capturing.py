@@ -129,6 +129,11 @@ class Capture:
             self.fd = -1
 
     @property
+    def held_bytes(self) -> int:
+        """Memory of arrays, tensors and texts in the names, which the notebook's objects hold."""
+        return sum(self._sizes.values())
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names in it."""
         return tuple(self._roots)

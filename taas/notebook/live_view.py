@@ -18,7 +18,8 @@ from IPython.core.error import StdinNotImplementedError
 from taas.capture import NOTHING, Applied, Capture, rebind_answer
 from taas.capture.cells import cell_numbers
 from taas.capture.collected import collect
-from taas.delivery.registered import Registration, apply_final
+from taas.delivery.registered import apply_final
+from taas.notebook import pending
 from taas.notebook.cell_output import CellOutput, follow, plain_among, say
 from taas.notebook.tables import Shown, line, mending, notification, status
 from taas.notebook.watched_run import watched
@@ -289,9 +290,6 @@ def show_live_table(publisher: Any) -> None:
 
 # ---------------------------------------------------------------- runs that go on by themselves, and coming back to any run
 
-_kept: dict[str, tuple[Capture, list[Registration]]] = {}
-"""What background runs of this kernel were given, by run id, for their answers change these objects in place; and the
-registered loaders that they iterate."""
 _brought: set[str] = set()
 
 
@@ -305,15 +303,10 @@ def what_next(record: RunRecord) -> str:
     return f"%taas attach {name} brings its output and its names"
 
 
-def keep_capture(run_id: str, captured: Capture, loaders: list[Registration]) -> None:
-    """Remember what a background run was given, for :func:`attach`."""
-    _kept[run_id] = captured, loaders
-
-
 def attach(record: RunRecord, shell: Any) -> None:
     """Show a run in this cell, bring its names into the notebook, and raise what it raised.
 
-    In the kernel that started the run, what it was given changes in place; in another one names are rebound.
+    In the kernel that started the run, what it was given changes in place, while it is pending; else names are rebound.
     An interrupt detaches, and the run goes on.
     """
     name = record.name
@@ -325,7 +318,8 @@ def attach(record: RunRecord, shell: Any) -> None:
             return
         view.output.settle()
         view.end()
-        captured, loaders = _kept.get(record.id, (None, []))
+        given = pending.find(record)
+        captured, loaders = (None, []) if given is None else (given.captured, given.loaders)
         if loaders and (record.folder / LOADERS).exists():  # their generators stand where the run left them
             with os.fdopen(open_kept(record, LOADERS), "rb") as file:
                 apply_final(file.read(), loaders)
@@ -334,7 +328,7 @@ def attach(record: RunRecord, shell: Any) -> None:
             _bring_names(record, shell, captured, view)
         if record.background:
             view.collect()
-    _kept.pop(record.id, None)
+    pending.let_go(record)
     if record.outcome == "interrupted":
         say(f"{name} was {record.message or 'stopped'}; {record.names}")
     elif record.outcome != "done":
@@ -359,6 +353,11 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
     with os.fdopen(open_kept(record, ANSWER), "rb") as answer:
         applied = _applied(record, answer.fileno(), captured, shell.user_ns)
     _brought.add(record.id)
+    if captured is None and record.kernel == ProcessMark.of(os.getpid()):
+        say(
+            f"the objects that {record.name} was given are not held any more (an hour after its end, or beyond 2 GB): its "
+            "names are bound to new ones"
+        )
     view.take(applied, numbered=captured is not None)
     new = ", ".join(applied.rebound[:12]) + (" …" if len(applied.rebound) > 12 else "")
     say(f"names here now: {new}" if new else "no name is new")

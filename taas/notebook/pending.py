@@ -1,0 +1,67 @@
+"""What background runs of this kernel were given, pending until somebody attaches them.
+
+``%taas attach`` changes the very objects that a run was given, so they are held until then: models, and memory of
+GPUs, also where the notebook has let go of them meanwhile. A run that nobody attaches must not hold them for ever. Once
+it is over, they are let go after an hour, or when all such runs together hold more than 2 GB, those first that ended
+first. Attached after that, a run's names are bound anew, as in another kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from IPython.core.getipython import get_ipython
+
+from taas.capture import Capture
+from taas.delivery.registered import Registration
+from taas.runs.records import RunRecord, read_record
+
+_SECONDS = 3600.0
+_BYTES = 2 << 30
+
+
+class Pending(NamedTuple):
+    """What a run was given: its names, and the registered loaders that it iterates."""
+
+    record: RunRecord
+    captured: Capture
+    loaders: list[Registration]
+
+
+_pending: dict[str, Pending] = {}
+"""By the id of the run."""
+
+
+def hold(record: RunRecord, captured: Capture, loaders: list[Registration]) -> None:
+    """Hold what a background run was given."""
+    shell = get_ipython()
+    if not _pending and shell is not None:
+        shell.events.register("post_run_cell", let_go_of_old)
+    _pending[record.id] = Pending(record, captured, loaders)
+
+
+def find(record: RunRecord) -> Pending | None:
+    """Return what a run was given, if it is held still."""
+    return _pending.get(record.id)
+
+
+def let_go(record: RunRecord) -> None:
+    """Hold it no longer: the run was attached."""
+    _pending.pop(record.id, None)
+    shell = get_ipython()
+    if not _pending and shell is not None and let_go_of_old in shell.events.callbacks["post_run_cell"]:
+        shell.events.unregister("post_run_cell", let_go_of_old)
+
+
+def let_go_of_old(_result: object = None, now: float | None = None) -> None:
+    """After a cell: let go of what runs were given that have been over for long, or hold much."""
+    now = time.time() if now is None else now
+    latest = [read_record(pending.record.folder) or pending.record for pending in _pending.values()]
+    over = sorted((record for record in latest if not record.live), key=lambda record: record.ended)
+    held = sum(_pending[record.id].captured.held_bytes for record in over)
+    for record in over:
+        if held <= _BYTES and now - record.ended < _SECONDS:
+            break
+        held -= _pending[record.id].captured.held_bytes
+        let_go(record)
