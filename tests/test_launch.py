@@ -330,13 +330,16 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("options", "asked"),
-    [("--backend gloo", '"mpi", device_id=torch.device("cuda", 0)'), ("--rehearse --backend nccl", '"gloo"')],
+    ("options", "asked", "told"),
+    [
+        ("--backend gloo", '"mpi", device_id=torch.device("cuda", 0)', "gloo"),
+        ("--rehearse --backend nccl", '"gloo"', "nccl"),
+    ],
 )
-def test_the_headers_backend_is_used(notebook: Notebook, options: str, asked: str) -> None:
-    """Whatever the cell asks for; without a GPU, NCCL is rehearsed as one that the cell chooses is."""
+def test_the_headers_backend_is_used(notebook: Notebook, options: str, asked: str, told: str) -> None:
+    """Whatever the cell asks for; NCCL is rehearsed, and the program is told what it would be told on GPUs."""
     notebook.good(f"#pragma taas --gpus 2 {options}{BACKEND.format(asked=asked)}")
-    assert notebook.value("backend, total.item()") == "gloo 2.0"
+    assert notebook.value("backend, total.item()") == f"{told} 2.0"
 
 
 def test_a_backend_that_is_not_there_is_refused(notebook: Notebook) -> None:
