@@ -17,7 +17,7 @@ from notebook_harness import Notebook
 from taas.delivery.config import Delivered
 from taas.header.options import RunSpec
 from taas.notebook import tables
-from taas.notebook.watched_run import in_full, watched
+from taas.notebook.watched_run import _MANY_RANKS, in_full, watched
 from taas.runs.events import EVENTS, pack_record
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
@@ -29,8 +29,9 @@ from taas.runs.records import (
     read_records,
     write_record,
 )
+from taas.runs.stacks import StackGroup, Trouble
 from taas.supervisor.connections import Connection, all_connections, write_connection
-from taas.wire.ranks import Cell, RankUse
+from taas.wire.ranks import Asking, Cell, RankUse
 
 Make = Callable[..., RunRecord]
 
@@ -123,6 +124,45 @@ def test_a_row_for_each_rank(make: Make) -> None:
     assert "<summary>last</summary><pre>&lt;first&gt;\nlast</pre>" in html
     prints(record, "more\n", 1)
     assert "<pre>&lt;first&gt;\nlast\nmore</pre>" in watched(record).html
+
+
+ODD = {
+    "asks": {"questions": (Asking(7, 1, "name? "),)},
+    "stopped": {"state": "stopped"},
+    "ended before the others": {"state": "done"},
+    "stands elsewhere": {"trouble": Trouble("rank 7 is not there", (StackGroup((7,), "line 3", odd=True),))},
+    "is shown": {"output": (7,)},
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_of_many_ranks_the_view_reads_only_the_odd(make: Make, how: str) -> None:
+    """Rank 0 besides. The other rows say so; once the run is over, and for whom asks, all are read."""
+    facts: dict[str, Any] = dict(ODD[how])
+    states = dict.fromkeys(range(_MANY_RANKS), "running") | {7: facts.pop("state", "running")}
+    spec = RunSpec(ranks_per_vm=_MANY_RANKS, output=facts.pop("output", "0"))
+    use = tuple(RankUse(rank, state) for rank, state in states.items())
+    record = make(state="running", cell=Cell("", 7, spec, "nocolor"), use=use, **facts)
+    for rank in states:
+        prints(record, f"said by {rank}.\n", rank)
+    said = re.compile(r"said by (\d+)\.")
+    assert said.findall(watched(record).html) == ["0", "7"]
+    rest = f"ranks 1–6, 8–{_MANY_RANKS - 1}: state and use only, in a run of so many ranks; %taas status r1"
+    assert rest in watched(record).html
+    assert len(said.findall(in_full(record).text)) == _MANY_RANKS
+    over = msgspec.structs.replace(record, state="over", outcome="done", ended=1010.0)
+    assert len(said.findall(watched(over).html)) == _MANY_RANKS
+    assert "state and use only" not in watched(over).html + in_full(record).text
+
+
+def test_of_many_ranks_that_are_all_shown_fewer_are_read(make: Make) -> None:
+    """Also where each differs from each: what a view reads in a second is bounded; below that number all are read."""
+    for count, read in ((_MANY_RANKS - 1, _MANY_RANKS - 1), (4 * _MANY_RANKS, _MANY_RANKS - 1)):
+        cell = Cell("", 7, RunSpec(ranks_per_vm=count, output="all"), "nocolor")
+        record = make(state="running", cell=cell)
+        for rank in range(count):
+            prints(record, f"said by {rank}.\n", rank)
+        assert watched(record).html.count("said by ") == read
 
 
 def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from taas.notebook.tables import STAYS_OPEN, Shown, folded, line, table
+from taas.notebook.tables import STAYS_OPEN, Shown, folded, line, plain, table
 from taas.runs.events import last_written
 from taas.runs.records import RunRecord
 from taas.wire.ranks import RankUse
+from taas.wording import ranks_in_words, size_in_words, visible
 from taas.wording import shown as on_one_line
-from taas.wording import size_in_words, visible
 
 _LINES, _WIDTH, _LAST_WIDTH = 20, 200, 70
 _DRAWN = 1 << 19
 """Characters of HTML, at most, that a rank's last figure or table may have in the row of a run that is over."""
+_MANY_RANKS = 32
+"""From so many ranks on, a view that goes on reads the output of some, and of fewer than these."""
 _AT_WORK = ("starting", "running", "stopped")
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _BAR = re.compile(r"(?<!\d)(\d+)/(?!\1 )\d+ \[[^<\]]*<(?:(\d+):)?(\d+):(\d\d)")
@@ -41,10 +45,13 @@ class _Written(NamedTuple):
 
 
 def watched(record: RunRecord, now: float | None = None) -> Shown:
-    """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`."""
-    ranks = _written_by(record)
-    above = line(record, now, _seconds_left(record, ranks[0].lines))
-    if not record.use and not any(written.lines for written in ranks):
+    """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`.
+
+    While a run of many ranks goes on, this is asked for each second, and reads only what some of them wrote.
+    """
+    ranks = _written_by(record, _read_each_second(record))
+    above = line(record, now, _seconds_left(record, ranks[0]))
+    if not record.use and not any(written and written.lines for written in ranks):
         return above
     busy = f"{record.busy:.0f} % busy · " if record.live and record.busy is not None else ""
     below = folded(record.id, f"{busy}each rank's state, use and output", _rows(record, ranks).html)
@@ -53,40 +60,77 @@ def watched(record: RunRecord, now: float | None = None) -> Shown:
 
 def in_full(record: RunRecord) -> Shown:
     """Show the line and the rows, unfolded."""
-    ranks = _written_by(record)
-    return line(record, left=_seconds_left(record, ranks[0].lines)) + _rows(record, ranks)
+    ranks = _written_by(record, range(record.cell.spec.world_size))
+    return line(record, left=_seconds_left(record, ranks[0])) + _rows(record, ranks)
 
 
-def _written_by(record: RunRecord) -> list[_Written]:
-    found = [last_written(folder, _LINES) or ([], {}) for folder in record.rank_folders()]
-    return [
-        _Written([on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in lines], display)
-        for lines, display in found
-    ]
+def _read_each_second(record: RunRecord) -> Collection[int]:
+    """Return the ranks whose output the view that goes on reads: of many only rank 0, the odd ones, and those shown."""
+    everybody = range(record.cell.spec.world_size)
+    if not record.live or len(everybody) < _MANY_RANKS:
+        return everybody
+    first_of_all = dict.fromkeys((0, *_odd(record), *record.cell.spec.shown_ranks()))
+    return [rank for rank in first_of_all if rank in everybody][: _MANY_RANKS - 1]
 
 
-def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:
+def _odd(record: RunRecord) -> list[int]:
+    """Return the ranks that ask, that stand elsewhere than most, that are stopped, or in another state than most."""
+    odd = [asked.rank for asked in record.questions]
+    if record.trouble is not None:
+        odd += [rank for place in record.trouble.places if place.odd for rank in place.ranks]
+    states = Counter(one.state for one in record.use)
+    usual = max(states, key=states.__getitem__, default="")
+    return odd + [one.rank for one in record.use if one.state == "stopped" or one.state != usual]
+
+
+def _written_by(record: RunRecord, which: Collection[int]) -> list[_Written | None]:
+    """Return what each rank wrote last; None: of this one it is not read."""
+    return [_last_of(folder) if rank in which else None for rank, folder in enumerate(record.rank_folders())]
+
+
+def _last_of(folder: Path) -> _Written:
+    lines, display = last_written(folder, _LINES) or ([], {})
+    return _Written([on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in lines], display)
+
+
+def _seconds_left(record: RunRecord, rank_0: _Written | None) -> float | None:
     """Return what rank 0's registered loaders, or its last bar of tqdm, say of the time that is left."""
     delivered = record.delivered
     if delivered is not None and delivered.planned and delivered.rate > 0:
         return (delivered.planned - delivered.delivered) / delivered.rate
-    for text in reversed(lines):
+    for text in reversed(rank_0.lines if rank_0 is not None else ()):
         for _, hours, minutes, seconds in _BAR.findall(text)[-1:]:
             return 3600 * int(hours or 0) + 60 * int(minutes) + int(seconds)
     return None
 
 
-def _rows(record: RunRecord, ranks: Sequence[_Written]) -> Shown:
+def _rows(record: RunRecord, ranks: Sequence[_Written | None]) -> Shown:
     use = {one.rank: one for one in record.use}
-    last = [on_one_line(written.lines[-1], _LAST_WIDTH) if written.lines else "" for written in ranks]
-    rows = [(str(rank), *_facts(record, rank, use.get(rank)), text) for rank, text in enumerate(last)]
+    rows = [
+        (str(rank), *_facts(record, rank, use.get(rank)), _last_line(written))
+        for rank, written in enumerate(ranks)
+    ]
     heads = ("rank", "state", "CPU", "memory", "GPU", "GPU memory", "last line")
     shown = record.cell.spec.shown_ranks()  # what these draw stands in the cell
     opened = {
-        f"{record.id}-{rank}": written.opened(drawn=not record.live and rank not in shown)
+        f"{record.id}-{rank}": written.opened(drawn=not record.live and rank not in shown) if written else ""
         for rank, written in enumerate(ranks)
     }
-    return table(heads, rows, opened=opened)
+    below = table(heads, rows, opened=opened)
+    left_out = [rank for rank, written in enumerate(ranks) if written is None]
+    return below + _not_read(record, left_out) if left_out else below
+
+
+def _last_line(written: _Written | None) -> str:
+    return on_one_line(written.lines[-1], _LAST_WIDTH) if written is not None and written.lines else ""
+
+
+def _not_read(record: RunRecord, left_out: Sequence[int]) -> Shown:
+    """Say of which ranks the rows have no output, and where it is."""
+    return plain(
+        f"{ranks_in_words(left_out)}: state and use only, in a run of so many ranks; "
+        f"%taas status {record.name} shows what they print, %taas logs {record.name} --rank {left_out[0]} all of it"
+    )
 
 
 def _facts(record: RunRecord, rank: int, use: RankUse | None) -> tuple[str, ...]:
