@@ -9,6 +9,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -363,3 +365,57 @@ def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
         node.restart()
     assert "life 2" in book.end(400).own
     _release(cluster, book)
+
+
+# ---------------------------------------------------------------- a version of Ray that has other modules inside
+
+_HIDDEN = """
+import sys
+import ray.core.generated.autoscaler_pb2  # Ray itself has it already when a driver asks for it
+sys.modules["ray.core.generated.autoscaler_pb2"] = None
+del ray.core.generated.autoscaler_pb2
+"""
+_ASKED = """
+import sys
+import ray
+from taas.engines import ray_driver
+from taas.errors import EngineError
+try:
+    found = ray_driver.inner(*sys.argv[1:])
+except EngineError as error:
+    assert f"Ray {ray.__version__} has no {'.'.join(sys.argv[1:])}, which taas asks" in str(error), error
+    print("refused")
+else:
+    print("found", found)
+"""
+
+
+def test_a_driver_needs_rays_inner_modules_only_when_it_asks_them(tmp_path: Path) -> None:
+    """One that Ray has no more does not keep the driver from saying what is wrong."""
+    (tmp_path / "sitecustomize.py").write_text(_HIDDEN)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    nobody_is_there = ["127.0.0.1:9", "0"]
+    driver = subprocess.run(
+        [sys.executable, "-m", "taas.engines.ray_driver", *nobody_is_there],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=120,
+    )
+    assert '"why_not":"[Errno 111] Connection refused"' in driver.stdout, driver
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (["ray._raylet", "GcsClient"], "found"),
+        (["ray._raylet", "NoClient"], "refused"),
+        (["ray._private.no_worker", "global_worker"], "refused"),
+        (["ray._private.worker", "global_worker", "nobody"], "refused"),
+    ],
+)
+def test_what_a_version_of_ray_has_no_more_is_refused_by_its_name(asked: list[str], answer: str) -> None:
+    """With that version of Ray: a module, one of its names, or what such a thing has."""
+    done = subprocess.run([sys.executable, "-c", _ASKED, *asked], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[:1] == [answer], done

@@ -155,6 +155,8 @@ class Adopter:
                 raise
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
+        # As long as the training, which has no limit. An interrupt of the cell breaks it off, since it is Python that waits;
+        # the agent's end of the run ends it with its rank, and a rank that is lost is the end of the run.
         self.membership.wait_for(prefix, ENDED)
         if failure := store.get(ENDED).decode():
             # The rank that failed is about to end the run with its own traceback, which says more than this

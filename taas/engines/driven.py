@@ -39,10 +39,14 @@ class ReleaseVm(Message, frozen=True):
 
 
 class ClusterReport(Message, frozen=True):
-    """The driver is part of the cluster, in which this machine is ``host``; or is no part of it, ``why_not`` says why, and ends."""
+    """The driver is part of the cluster, in which this machine is ``host``; or is no part of it, ``why_not`` says why, and ends.
+
+    ``advised``: that says what to do, too.
+    """
 
     host: str = ""
     why_not: str = ""
+    advised: bool = False
 
 
 States = Literal["waiting", "ending", "gone"]
@@ -247,6 +251,8 @@ class DrivenEngine:
             self._ask()
         elif self._endpoint:
             self._why = f"lost: {report.why_not}"
+        elif report.advised:
+            self._why = f"{self.cluster} cannot be used: {report.why_not}."
         else:
             self._why = f"{self.cluster} cannot be reached: {report.why_not}. {self.advice}"
 

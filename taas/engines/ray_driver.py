@@ -9,6 +9,7 @@ imports ray.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import sys
@@ -19,8 +20,6 @@ from typing import Any
 
 import msgspec
 import ray
-import ray._raylet
-from ray.core.generated import autoscaler_pb2
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -44,8 +43,25 @@ _SILENCE_SECONDS = 9.0
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew."""
 _NEVER = "no available node types of Ray's autoscaler, within its limits, can fulfill the placement group"
-_raylet: Any = ray._raylet
-_messages: Any = autoscaler_pb2
+
+
+def inner(module: str, *names: str) -> Any:
+    """Return what Ray has inside one of its modules, of which it promises nothing.
+
+    Raises:
+        EngineError: this version of Ray has it no more.
+    """
+    try:
+        found: Any = importlib.import_module(module)
+        for name in names:
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise EngineError(
+            f"Ray {ray.__version__} has no {'.'.join((module, *names))}, which taas asks for how the cluster is "
+            f"({first_line(error)}). Install an older version of Ray, 2.50 or later, here and on all nodes, or a "
+            "newer taas"
+        ) from None
+    return found
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -58,8 +74,8 @@ def _autoscaler_plans(group: str) -> tuple[bool, str]:
     That is autoscaler v2, KubeRay's and the one that ``RAY_enable_autoscaler_v2=1`` chooses; of v1 nothing is known. The
     report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public function of Ray has all of it.
     """
-    reply = _messages.GetClusterStatusReply()
-    client = _raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    reply = inner("ray.core.generated.autoscaler_pb2", "GetClusterStatusReply")()
+    client = inner("ray._raylet", "GcsClient")(address=ray.get_runtime_context().gcs_address)
     with contextlib.suppress(RayError):  # whether the head is there, another thread watches
         reply.ParseFromString(client.get_cluster_status(timeout_s=_ANSWER_SECONDS))
     state = reply.autoscaling_state
@@ -332,10 +348,9 @@ def _connect(address: str, patience: float) -> str:
             time.sleep(_PAUSE_SECONDS)
 
 
-def _watch_head(driver: Driver) -> None:
+def _watch_head(driver: Driver, head: Any) -> None:
     """End this process when the head is lost; a thread's. Ray itself waits for a minute."""
-    worker: Any = ray._private.worker.global_worker
-    head, context = worker.gcs_client, ray.get_runtime_context()
+    context = ray.get_runtime_context()
     this_node = ray.NodeID.from_hex(context.get_node_id())
     silence = float(os.environ.get(_RAYS_PATIENCE) or _SILENCE_SECONDS)
     heard, why = time.monotonic(), ""
@@ -363,12 +378,17 @@ def main() -> None:
     try:
         for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
-        report(ClusterReport(_connect(sys.argv[1], float(sys.argv[2]))))
+        here = _connect(sys.argv[1], float(sys.argv[2]))
+        head = inner("ray._private.worker", "global_worker", "gcs_client")  # a connected driver has it
+        report(ClusterReport(here))
+    except EngineError as error:
+        report(ClusterReport(why_not=str(error), advised=True))
+        return
     except Exception as error:
         report(ClusterReport(why_not=first_line(error)))
         return
     driver = Driver(report)
-    threading.Thread(target=_watch_head, args=(driver,), daemon=True).start()
+    threading.Thread(target=_watch_head, args=(driver, head), daemon=True).start()
     driver.serve()
     ray.shutdown()
     os._exit(0)  # threads that wait for lost nodes must not hold it
