@@ -136,3 +136,74 @@ def test_other_ranks_keep_their_own_values(tmp_path: Path) -> None:
 def test_names_that_stay(tmp_path: Path, cells: tuple[str, ...], value: str) -> None:
     """The last cell sees what is so in the notebook."""
     assert played(tmp_path, *cells).value == value
+
+
+@pytest.mark.parametrize("between", [
+    "net.eval()", "%timeit -n1 -r1 net.eval()", "!true", "exec('x = 1')", "vars(net)", "from math import *",
+])  # fmt: skip
+def test_a_cell_whose_code_does_not_say_what_it_binds_leaves_each_rank_its_own(
+    tmp_path: Path, between: str
+) -> None:
+    """A number or a text of a rank stays that rank's: nothing of it was bound in the notebook."""
+    played(
+        tmp_path,
+        "#r\nimport os, torch\nrank = int(os.environ['RANK']); name = f'r{rank}'; net = torch.nn.Linear(1, 1)",
+        between,
+        f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr((rank, name)))",
+    )
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["(0, 'r0')", "(1, 'r1')"]
+
+
+@pytest.mark.parametrize(("rebinds", "expected"), [
+    ("rank = 0", "0"), ("rank = 7", "7"), ("for rank in range(1): pass", "0"), ("exec('rank = 7')", "7"),
+])  # fmt: skip
+def test_a_number_that_the_notebook_binds_is_every_ranks(tmp_path: Path, rebinds: str, expected: str) -> None:
+    """Also where it has the value that it had: rank 0's."""
+    played(
+        tmp_path,
+        "#r\nimport os\nrank = int(os.environ['RANK'])",
+        rebinds,
+        f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr(rank))",
+    )
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [expected, expected]
+
+
+@pytest.mark.parametrize(("own", "new"), [
+    ("torch.full((3,), r)", "x = torch.ones(4)"),
+    ("np.full(3, r)", "x = np.zeros(4)"),
+    ("[torch.device('cpu'), r]", "x = [torch.ones(1), torch.device('cpu')]"),
+    ("[datetime.timedelta(r), DAY]", "x = [DAY]"),
+    ("[re.compile(f'{int(r)}'), WORD]", "x = {WORD: 1}"),
+    ("torch.full((3,), r)", "a.mul_(2)"),
+])  # fmt: skip
+def test_what_shares_a_constant_with_something_new_stays_each_ranks(
+    tmp_path: Path, own: str, new: str
+) -> None:
+    """All tensors have ``torch.float32`` in common, and nothing can change in it."""
+    found = played(
+        tmp_path,
+        "import datetime, os, re, numpy as np, torch\n"
+        "DAY, WORD = datetime.timedelta(1), re.compile('w+')\na = torch.ones(2); x = None",
+        f"#r\nr = float(os.environ['RANK']); own = {own}; before = repr(own); kept = [a]",
+        new,
+        f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr((repr(own) == before, type(x).__name__)))\n"
+        "count = a.sum().item()",
+        "count == a.sum().item()",
+    )
+    kind = {"x": "Tensor", "a": "NoneType"}[new[0]]
+    kind = "ndarray" if "np." in new else "list" if "[" in new else "dict" if "{" in new else kind
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [repr((True, kind))] * 2
+    assert found.value == "True"
+
+
+def test_what_shares_something_that_can_change_travels_with_it(tmp_path: Path) -> None:
+    """An array of Python's, and an iterator, have no state in their pickles, and change all the same."""
+    found = played(
+        tmp_path,
+        "import array, itertools\nnumbers, steps = array.array('i', [1]), itertools.count(5)",
+        "#r\none = [numbers, steps]",
+        "two = [numbers, steps]",
+        "#r\nsame = one[0] is two[0], one[1] is two[1]",
+        "same",
+    )
+    assert found.value == "(True, True)"

@@ -29,11 +29,11 @@ from taas.capture.cells import (
 )
 from taas.capture.code_by_value import global_names, words_in
 from taas.capture.heap import (
-    CONSTANT,
     NAMESPACE,
     Heap,
     culprit_of,
     few_words_of,
+    is_constant,
     no_collection,
 )
 from taas.capture.holders import (
@@ -661,7 +661,11 @@ class Held:
     def let_go(self, heap: Heap) -> bool:
         """Let names go that have parts in what travels; tell whether there are any."""
         kept, numbers = self.kept.heap, self._numbers
-        ids = {id(kept.objects[n]): n for n in numbers if (kept.states[n] or ("atom",))[0] not in CONSTANT}
+        ids = {
+            id(kept.objects[n]): n
+            for n in numbers
+            if not is_constant(kept.objects[n], kept.states[n])  # all tensors have torch.float32 in common
+        }
         shared, regions = set[int](), set[int]()
         for n in range(len(kept.objects), len(heap.objects)):
             kind, value = (heap.states[n] or ("",))[0], heap.objects[n]
@@ -698,10 +702,14 @@ class Held:
 
 
 def _bound_since(kept: Kept) -> set[str]:
-    """Return what the notebook's cells may have bound since: a constant that is bound anew is the same object as before."""
+    """Return what the notebook's cells have bound since, as far as their code says it.
+
+    Only of constants that is asked: one that is bound anew is the same object as before, if it has the same value. Where
+    the code does not say what it binds (a magic, ``exec``), a constant with the value that the notebook had is taken to be
+    the one that it was: each rank keeps its own, as ``rank``, which else would become rank 0's.
+    """
     found: set[str] = set()
     for cell in typed_cells()[kept.cells : -1]:
         with contextlib.suppress(SyntaxError):
-            binds = _names_bound_by(cell)
-            found |= kept.names.keys() if binds is None else binds
+            found |= _names_bound_by(cell) or set()
     return found

@@ -32,6 +32,23 @@ NAMESPACE = 0
 CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
 """Kinds of objects in which nothing can change."""
 
+
+def is_constant(value: Any, state: State | None) -> bool:
+    """Tell whether nothing can change in an object itself, whatever may change in what it holds.
+
+    Such are texts and tuples, what goes by its name, and what is made of a constructor and its arguments alone, and has no
+    state: ``torch.float32``, a device, a date. An iterator says no more than that of itself and moves on all the same, and
+    an ``array.array`` changes; it has no hash.
+    """
+    if state is None or state[0] in CONSTANT:
+        return True
+    if state[0] != "reading" or type(value).__hash__ is None or hasattr(type(value), "__next__"):
+        return False
+    _, _, by, _, told = marshal.loads(state[1])  # noqa: S302  it was written by this process
+    _, setter, changer = by
+    return not told and setter is None and changer is None
+
+
 _CONTAINERS = frozenset({"list", "tuple", "dict", "OrderedDict", "set", "frozenset"})
 _HOME = ("__main__", "builtins")
 _ON_DEVICE = b"cuda:"
