@@ -5,13 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from taas.delivery.registered import Registration, take_apart
 from taas.errors import DeliveryError, RegistrationError
 
-_registry: dict[int, tuple[Any, str | None]] = {}
+
+class _Entry(NamedTuple):
+    """What is registered: a loader, the name that it was given, and the variable that held it then."""
+
+    loader: Any
+    name: str | None
+    variable: str | None
+
+
+_registry: dict[int, _Entry] = {}
+"""By the id of the loader."""
 
 
 def register(loader: Any, name: str | None = None) -> Any:
@@ -22,22 +32,35 @@ def register(loader: Any, name: str | None = None) -> Any:
         name: what ``--units NAME=…`` and the live view call it; otherwise the variable that holds it.
 
     Returns:
-        The loader itself.
+        The loader itself. One that was registered in the same variable, and is in none any more, is registered no longer: the
+        cell was run again.
 
     Raises:
         RegistrationError: it is registered already, it is not iterable, it cannot travel, or the name cannot be used.
     """
     if id(loader) in _registry:
-        known = _registry[id(loader)][1] or _variable_of(loader) or "this loader"
+        known = _registry[id(loader)].name or _variable_of(loader) or "this loader"
         raise RegistrationError(
             f"{known} is registered already. Register a loader once; taas.unregister(loader) undoes it"
         )
+    variable = _variable_of(loader)
+    replaced = _replaced_in(variable)
     if name is not None:
-        _check_name(name)
+        _check_name(name, replaced)
     _check_iterable(loader)
-    _check_travels(loader, name or _variable_of(loader) or "loader")
-    _registry[id(loader)] = (loader, name)
+    _check_travels(loader, name or variable or "loader")
+    for old in replaced:
+        del _registry[old]
+    _registry[id(loader)] = _Entry(loader, name, variable)
     return loader
+
+
+def _replaced_in(variable: str | None) -> list[int]:
+    """Return the registered loaders that a variable held, and that no variable holds now."""
+    if variable is None:
+        return []
+    held = [key for key, entry in _registry.items() if entry.variable == variable]
+    return [key for key in held if _variable_of(_registry[key].loader) is None]
 
 
 def unregister(loader: Any) -> None:
@@ -56,8 +79,8 @@ def unregister(loader: Any) -> None:
 def registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]:
     """Return what is registered, in that order; names are those the loaders have in ``namespace`` now."""
     named: list[Registration] = []
-    taken = {name for _, name in _registry.values() if name is not None}
-    for number, (loader, given) in enumerate(_registry.values()):
+    taken = {entry.name for entry in _registry.values() if entry.name is not None}
+    for number, (loader, given, _) in enumerate(_registry.values()):
         variable = _variable_of(loader, namespace)
         free = (f"loader_{count}" for count in itertools.count(number))
         name = given or next(name for name in itertools.chain([variable], free) if name and name not in taken)
@@ -78,7 +101,7 @@ def _variable_of(loader: Any, namespace: Mapping[str, Any] | None = None) -> str
 # ── checks ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: Any, replaced: Collection[int]) -> None:
     """Two loaders of one name would be one to the run; and the name is typed in ``--units``."""
     if not isinstance(name, str):
         raise RegistrationError(
@@ -87,7 +110,7 @@ def _check_name(name: Any) -> None:
         )
     if not name.isidentifier():
         raise RegistrationError(f"{name!r} cannot be typed in --units. Choose a name= such as 'train'")
-    if any(name == entry.name for entry in registered()):
+    if any(name == entry.name and id(entry.loader) not in replaced for entry in registered()):
         raise RegistrationError(f"another loader is registered as '{name}'. Choose a different name=")
 
 

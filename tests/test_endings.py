@@ -447,7 +447,7 @@ def test_return_narrows_what_comes_after_an_error(notebook: Notebook) -> None:
     notebook.run("#pragma taas --gpus 2 --return asked\nasked = other = 1\nraise ValueError")
     assert notebook.value("asked, 'other' in globals()") == "1 False"
     ran = notebook.run("#pragma taas --gpus 2 --return none\nnothing = 1\nraise ValueError")
-    assert "no names came back, as --return none asks" in ran.evalue
+    assert "no names came back, as none were asked for" in ran.evalue
     assert notebook.value("'nothing' in globals()") == "False"
 
 

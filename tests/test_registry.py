@@ -53,6 +53,23 @@ def test_register_names_the_variable_and_unregister_undoes() -> None:
     assert [entry.name for entry in registry.registered({})] == ["validation"]
 
 
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_a_cell_that_registers_is_run_again(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    """The loader that its variable had before goes; one that something else holds by a variable stays."""
+    main, before = sys.modules["__main__"], set(registry._registry)
+    loaders = [DataLoader(Plain()) for _ in range(3)]
+    for loader in loaders:
+        monkeypatch.setattr(main, "train", loader, raising=False)
+        registry.register(loader, name=name)
+    [entry] = [e for e in registry.registered(vars(main)) if id(e.loader) not in before]
+    assert (entry.loader, entry.name) == (loaders[-1], name or "train")
+    monkeypatch.setattr(main, "first", entry.loader, raising=False)
+    monkeypatch.setattr(main, "train", other := DataLoader(Plain()))
+    registry.register(other)
+    names = [e.name for e in registry.registered(vars(main))]
+    assert names == [name or "first", "train"]
+
+
 def test_registering_twice_is_an_error() -> None:
     """The second time says what to do instead."""
     loader = DataLoader(Plain())

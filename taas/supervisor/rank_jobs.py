@@ -322,7 +322,7 @@ class Findings:
     def _names_in_words(self) -> str:
         """Say what became of rank 0's names, of a run that is not done."""
         if self._spec.returned == ():
-            return "no names came back, as --return none asks"
+            return "no names came back, as none were asked for"
         if self.answer is not None:
             return "rank 0's names came back as they stood"
         ended = self.ended.get(0)
