@@ -2,6 +2,9 @@
 
 A state is reached by a sign that the run itself gives: each rank writes its process id to a file when it is there, and
 stays there until a file says go on.
+
+What no signal from outside can bring about has tests of its own: a rank that leaves with status 255 (test_children),
+signals that are blocked or ignored where taas starts, and a folder that is deleted beneath it (both test_startup).
 """
 
 from __future__ import annotations

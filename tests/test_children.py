@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
-from notebook_harness import Notebook, gone
+from notebook_harness import Notebook, gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -112,3 +115,66 @@ def test_children_end_with_the_rank(book: Notebook) -> None:
     book.wait_for("here 1")
     book.interrupt()
     assert book.end().ename == "KeyboardInterrupt"
+
+
+SHARING = """
+import json, os, psutil, signal, torch, torch.multiprocessing as mp
+from pathlib import Path
+from torch.utils.data import DataLoader
+
+class Numbers:
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.full((3,), i)
+
+def share(place):
+    mp.set_sharing_strategy("file_system")
+    mine = [torch.zeros(1000).share_memory_() for _ in range(20)]
+    loader = iter(DataLoader(Numbers(), num_workers=1))
+    mine.append(next(loader))
+    me = psutil.Process()
+    managers = [one.pid for one in me.children(recursive=True) if one.cmdline()[:1] == ["torch_shm_manager"]]
+    files = [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+    Path(place, os.environ["RANK"]).write_text(json.dumps([managers, files]))
+    return mine, loader
+"""
+ENDS = {
+    "ends": ("", ""),
+    "raises": ("if rank == 1: raise LookupError('here')", "CellFailed"),
+    "is killed": ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", "CellFailed"),
+    "leaves": (
+        "if rank == 1: os._exit(255)",
+        "CellFailed",
+    ),  # multiprocessing's number for what it was not told
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_shared_memory_of_torchs_file_system_strategy_goes_with_its_rank(
+    book: Notebook, tmp_path: Path, how: str
+) -> None:
+    """However the rank ends; and so does its manager, which removes the files."""
+    body, error = ENDS[how]
+    book.good(SHARING)
+    ran = book.run(
+        "#pragma taas --gpus 2\nrank = int(os.environ['RANK'])\n"
+        f"kept = share({str(tmp_path)!r})\n"
+        f"managers = json.loads(Path({str(tmp_path)!r}, str(rank)).read_text())[0]\n{body}\ndel kept"
+    )
+    assert ran.ename == error, ran
+    assert how != "leaves" or "rank 1 left with status 255 before the cell ended" in ran.evalue, ran
+    found = [json.loads((tmp_path / rank).read_text()) for rank in "01"]
+    assert all(managers and len(files) >= 20 for managers, files in found)
+    ranks = {int(name.split("_")[1]) for _, files in found for name in files}
+    assert len(ranks) == 2
+    managers = [psutil.Process(pid) for managers, _ in found for pid in managers if psutil.pid_exists(pid)]
+    until(lambda: not any(map(_at_work, managers)))
+    left = [Path("/dev/shm", name) for _, files in found for name in files]
+    assert not any(path.exists() for path in left)
+
+
+def _at_work(process: psutil.Process) -> bool:
+    """Whether it is there; one that has ended is buried when its agent looks next."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -196,8 +196,7 @@ def become_subreaper() -> None:
 def kill_tree(roots: Iterable[psutil.Process]) -> None:
     """SIGKILL processes and all their descendants, and wait until they are dead, two seconds at most.
 
-    multiprocessing's resource tracker is left to itself: it removes named semaphores that the dead left
-    behind, and ends when nobody holds its pipe.
+    Helpers that clean up behind the dead are left to themselves, and end then.
     """
     trees = list(roots)
     for root in [*trees]:
@@ -207,7 +206,7 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
     for process in trees:
         # AccessDenied: what a cell started by sudo is another user's
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
-            if not _tracks_resources(process):
+            if not _cleans_up(process):
                 process.kill()
                 dying[os.pidfd_open(process.pid)] = process.pid
     wait_for_all(dying, deadlines.TREE_DIES)
@@ -217,9 +216,18 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
         os.close(handle)
 
 
-def _tracks_resources(process: psutil.Process) -> bool:
+def _cleans_up(process: psutil.Process) -> bool:
+    """Whether it removes what the dead left behind, and then ends by itself.
+
+    multiprocessing's resource tracker removes named semaphores when nobody holds its pipe. torch's manager of shared
+    memory, which a process of the strategy ``file_system`` has, removes that one's files in /dev/shm two seconds after
+    its last connection has ended (torch/lib/libshm/manager.cpp); one that is stopped never would.
+    """
     try:
-        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+        command = process.cmdline()
+        if command[:1] == ["torch_shm_manager"]:
+            return bool(process.status() != psutil.STATUS_STOPPED)
+        return any("multiprocessing.resource_tracker" in argument for argument in command)
     except psutil.ZombieProcess:  # dying: some of its threads may be there still
         return False
 
@@ -245,11 +253,11 @@ def orphans(own: Collection[int | None]) -> list[psutil.Process]:
 
 
 def _ended(child: psutil.Process) -> bool:
-    """Whether nothing is left to end: it was buried here, or is a resource tracker at its last work."""
+    """Whether nothing is left to end: it was buried here, or is a helper at its last work."""
     try:
         if child.status() == psutil.STATUS_ZOMBIE:
             reaped, _ = os.waitpid(child.pid, os.WNOHANG)
             return bool(reaped == child.pid)
-        return _tracks_resources(child)
+        return _cleans_up(child)
     except (psutil.NoSuchProcess, ChildProcessError):
         return True
