@@ -447,7 +447,59 @@ def test_what_is_rank_0s_is_said_before_the_cell_starts(name: str, notebook: Not
     assert all(one.startswith(line) for one in said)
 
 
+LIGHTNING = """
+import json, torch, torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def figures(*values):
+    print("figures", json.dumps(values))
+
+x = torch.arange(16.0).reshape(16, 1) / 16
+loader = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=2)
+"""
+LIGHTNING_MODEL = """
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+    def training_step(self, batch, _):
+        return ((self.inner(batch[0]) - batch[1]) ** 2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def a_trainer(**more):
+    shown = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
+    return L.Trainer(max_epochs=2, enable_checkpointing=False, **shown, **more)
+
+class Job:
+    def __init__(self, trainer):
+        self.trainer = trainer
+    def run(self):
+        self.trainer.fit(lit, loader)
+
+lit = Lit()
+"""
+BY_LIGHTNING = LIGHTNING + "import lightning as L\n" + LIGHTNING_MODEL
+BY_PYTORCH_LIGHTNING = LIGHTNING + "import pytorch_lightning as L\n" + LIGHTNING_MODEL
+LONE = "is a Trainer for one process, and this cell has 2 ranks: "
+
 REFUSED = {
+    "a Trainer of Lightning of a plain cell": (
+        ("lightning",), [BY_LIGHTNING + "trainer = a_trainer()"],
+        "trainer.fit(lit, loader)", f"trainer {LONE}make it in this cell.",
+    ),
+    "a Trainer of pytorch_lightning, ddp_notebook of one device": (
+        ("pytorch_lightning",), [BY_PYTORCH_LIGHTNING + "trainer = a_trainer(strategy='ddp_notebook', accelerator='cpu', devices=1)"],
+        "trainer.fit(lit, loader)", f"trainer {LONE}make it in this cell.",
+    ),
+    "a Trainer in an object": (
+        ("lightning",), [BY_LIGHTNING + "job = Job(a_trainer())"],
+        "job.run()", f"job.trainer {LONE}make it in this cell.",
+    ),
+    "a Trainer of a cell of one rank": (
+        ("lightning",), [BY_LIGHTNING, "#pragma taas --gpus 1\ntrainer = a_trainer()"],
+        "trainer.fit(lit, loader)", f"trainer {LONE}make it in this cell.",
+    ),
     "a loader that accelerate prepared in a plain cell": (
         ("accelerate",),
         [ACCELERATE + "accelerator = Accelerator()\nloader = accelerator.prepare(DataLoader(data))"],
@@ -489,6 +541,38 @@ def test_what_was_made_for_another_number_is_refused(name: str, fresh: Notebook)
     assert (ran.ename, ran.evalue) == ("CaptureError", why + " Nothing was started.")
     ran = fresh.good(TWO + f"def later():\n    return {use}\nprint(later.__name__)")
     assert f"taas: {why}\n" in ran.stdout
+
+
+@needs("lightning")
+@pytest.mark.timeout(300)
+def test_a_trainer_that_a_function_reads_is_refused(fresh: Notebook) -> None:
+    """Where the cell calls the function, or one that calls it; where nothing is trained, a line says it."""
+    fresh.good(
+        BY_LIGHTNING + "trainer = a_trainer()\ndef train():\n    trainer.fit(lit, loader)\n"
+        "def all_of_it():\n    train()"
+    )
+    for call in ("train()", "all_of_it()"):
+        ran = fresh.run(TWO + call)
+        assert ran.evalue == f"trainer {LONE}make it in this cell. Nothing was started."
+    ran = fresh.good(TWO + "print(len(trainer.callback_metrics))")
+    assert ran.own == "0\n"
+    assert f"taas: trainer {LONE}each works alone with it. Make it in this cell.\n" in ran.stdout
+
+
+@needs("lightning")
+@pytest.mark.timeout(300)
+def test_a_trainer_of_as_many_processes_trains_in_all_ranks(fresh: Notebook) -> None:
+    """One of a plain cell that was told so, and one of a cell with ranks; in the notebook it is read."""
+    fresh.good(BY_LIGHTNING + "trainer = a_trainer(accelerator='cpu', devices=2, strategy='ddp_notebook')")
+    ran = fresh.good(TWO + "trainer.fit(lit, loader)\nfigures(trainer.global_step, trainer.world_size)")
+    assert figures_of(ran.stdout) == [[8, 2]]
+    fresh.good(TWO + "trainer = a_trainer()\ntrainer.fit(lit, loader)")
+    assert fresh.value("trainer.global_step") == "8"
+    ran = fresh.good(
+        TWO + "trainer.fit_loop.max_epochs = 3\ntrainer.fit(lit, loader)\nfigures(trainer.global_step)"
+    )
+    assert "for one process" not in ran.stdout
+    assert figures_of(ran.stdout) == [[12]]
 
 
 @needs("accelerate")

@@ -50,7 +50,7 @@ from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.names import ANY, Needs, names_used_by, needs_of
 from taas.capture.payload import NoRoom, check_room, write_file
-from taas.capture.process_bound import fit_of, shares_among, words_that_run
+from taas.capture.process_bound import fit_of, shares_among, surely_read, words_that_run
 from taas.capture.process_own import left_attributes
 from taas.capture.rank_values import rank_values, remember_rank_values
 from taas.capture.reader import Reader
@@ -318,10 +318,11 @@ class Capture:
         roots = {name: n for name, n in self._roots.items() if name in meant}
         delivered = {id(loader) for loader in loaders_delivered()}
         fit = fit_of(self.heap, roots, delivered, size, words)
-        for name, why in fit.useless.items():
-            if name in self._needs.sure:
-                raise CaptureError(f"{name} {why} Nothing was started.")
-            self._unfit.append(f"{name} {why}")
+        if fit.useless:
+            sure = surely_read(self._needs.sure, self._roots, self.heap, words)
+            for why in (why for name, why in fit.useless.items() if name in sure):
+                raise CaptureError(f"{why} Nothing was started.")
+        self._unfit += dict.fromkeys(fit.useless.values())
         self._unfit += fit.lines
         self._wraps = fit.wraps
         of_rank = [name for name in rank_values(self._namespace, _names_bound_by) if name in roots]

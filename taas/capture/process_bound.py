@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from taas.capture import process_bound_libraries as libraries
-from taas.capture.code_by_value import words_in
+from taas.capture.code_by_value import global_names, words_in
 from taas.capture.reading import Reading
 from taas.import_hooks import loaded
 
@@ -252,6 +252,25 @@ def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set
     return found
 
 
+def surely_read(sure: Collection[str], roots: dict[str, int], heap: Any, words: Collection[str]) -> set[str]:
+    """Return the names that a cell surely needs, with what functions under them read.
+
+    ``words`` are those of the code that runs: functions and methods that it does not name are not asked.
+    """
+    found, waiting = {*sure}, [*sure]
+    for name in waiting:  # grows
+        if name not in roots:
+            continue
+        objects = [heap.objects[n] for n in heap.reached([roots[name]])]
+        functions = [one for one in objects if isinstance(one, types.FunctionType) and one.__name__ in words]
+        for function in functions:
+            if function.__globals__ is heap.reader.namespace:
+                new = global_names(function.__code__) - found
+                found |= new
+                waiting += new
+    return found
+
+
 def wraps(words: Collection[str], namespace: dict[str, Any]) -> bool:
     """Tell whether code with these words wraps modules: it names what does, also by another name."""
     meant = {getattr(namespace.get(word), "__name__", "") for word in words}
@@ -265,7 +284,7 @@ class Fit(NamedTuple):
     """How what travels fits a run."""
 
     lines: list[str]  # for the user
-    useless: dict[str, str]  # why the ranks can do nothing with a name, by name
+    useless: dict[str, str]  # what has a part with which ranks can do nothing, by name: which part, and why
     wraps: bool  # modules are wrapped again, by the cell or by an object that it has
 
 
@@ -288,8 +307,14 @@ def fit_of(
         reason = libraries.misfit(heap.objects[n], size, words)
         if reason is not None:
             why, advice = reason
-            names = _names_with({n}, heap, roots)
-            fit.useless.update(dict.fromkeys(names, f"{why}, and {here}: {advice} in this cell."))
+            for name in _names_with({n}, heap, roots):
+                path, _ = heap.way_to({n}, {name: roots[name]})
+                fit.useless[name] = f"{path} {why}, and {here}: {advice} in this cell."
+        elif size > 1 and libraries.is_lone_trainer(heap.objects[n]):
+            path, _ = heap.way_to({n}, roots)
+            fit.lines.append(
+                f"{path} is a Trainer for one process, and {here}: each works alone with it. Make it in this cell."
+            )
 
     of_others: dict[int, set[int]] = {}
     for value, _, of in shares_among(heap.objects[n] for n in inside):

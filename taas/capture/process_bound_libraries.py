@@ -7,6 +7,7 @@
   base; they are their attributes, and send batches to the device of this process.
 * transformers' ``TrainingArguments`` keep what they have found out about devices.
 * A ``Fabric`` of Lightning knows its number from the environment, and needs the process group.
+* A ``Trainer`` of Lightning chooses how many processes it works in when it is made.
 * skorch pickles what a net has made into bytes in the net's state, where nobody finds it.
 """
 
@@ -308,11 +309,11 @@ def wraps(words: Collection[str]) -> bool:
     return not {"setup", "setup_module"}.isdisjoint(words) and bool(_classes("fabric.fabric.Fabric"))
 
 
+_TRAINERS = ("lightning.pytorch.trainer.trainer.Trainer", "pytorch_lightning.trainer.trainer.Trainer")
 _RENEW = (
     "transformers.trainer.Trainer",
     "accelerate.accelerator.Accelerator",
-    "lightning.pytorch.trainer.trainer.Trainer",
-    "pytorch_lightning.trainer.trainer.Trainer",
+    *_TRAINERS,
     "fabric.wrappers._FabricModule",
     "skorch.hf.AccelerateMixin",
 )
@@ -341,12 +342,34 @@ def misfit(value: Any, size: int, words: Collection[str]) -> tuple[str, str] | N
         return ("was prepared by accelerate for one process", "call prepare again") if undivided else None
     if of_kind("fabric.fabric.Fabric", [value]) and (of := _processes_of(value._strategy)) != size:
         return f"is a Fabric for {of} processes" if of > 1 else "is a Fabric for one process", "make it"
+    if size > 1 and not _TRAINS.isdisjoint(words) and is_lone_trainer(value):
+        return "is a Trainer for one process", "make it"
     if of_kind("torch.distributed.optim.ZeroRedundancyOptimizer", [value]):
         return "has only what rank 0 had of an optimizer's state", "make it"
     if of_kind("accelerate.accelerator.Accelerator", [value]):
         engine = _engine_of(vars(value.state))
         return (f"has {engine}, which is its process's", "make it") if engine else None
     return None
+
+
+_OF_ONE_DEVICE = "strategies.single_device.SingleDeviceStrategy"
+_TRAINS = frozenset({"fit", "lr_find", "scale_batch_size"})
+"""What trains a model by a Trainer of Lightning."""
+
+
+def is_lone_trainer(value: Any) -> bool:
+    """Tell whether an object is a Trainer of Lightning which has chosen to work in one process.
+
+    It chooses when it is made: of one made in a plain cell, each rank would train alone.
+    """
+    if not any(of_kind(name, [value]) for name in _TRAINERS):
+        return False
+    of_one_device = _classes("lightning.pytorch." + _OF_ONE_DEVICE)
+    of_one_device += _classes("pytorch_lightning." + _OF_ONE_DEVICE)
+    strategy = value.strategy
+    if isinstance(strategy, of_one_device):
+        return True
+    return hasattr(strategy, "num_processes") and _processes_of(strategy) == 1
 
 
 def _engine_of(state: dict[str, Any]) -> str:
@@ -360,7 +383,7 @@ def _engine_of(state: dict[str, Any]) -> str:
 
 
 def _processes_of(strategy: Any) -> int:
-    """Return for how many processes a Fabric's strategy was made; its environment says it in ranks alone."""
+    """Return for how many processes a strategy of Lightning was made; its environment says it in ranks alone."""
     return int(getattr(strategy, "num_processes", 1) * getattr(strategy, "num_nodes", 1))
 
 
