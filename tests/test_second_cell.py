@@ -109,6 +109,8 @@ def figures_of_torchrun(cells: list[str], folder: Path) -> list[Any]:
     return figures_of(done.stdout)
 
 
+SHARE = "rank 0's share of 2: in the notebook "
+
 PLAIN_PROGRAMS = {
     "a sampler and a loader": [
         TWO + NET + "sampler = DistributedSampler(data, shuffle=False)\n"
@@ -162,7 +164,8 @@ def test_a_training_goes_on_in_the_next_cell(name: str, notebook: Notebook, tmp_
     """What divides data is each rank's own in the next cell, too; nothing is said, as the cell wraps again."""
     cells = [IMPORTS, *PLAIN_PROGRAMS[name]]
     ran = [notebook.good(cell) for cell in cells]
-    assert not [one.stdout for one in ran if "taas:" in one.stdout]
+    lines = [line for one in ran for line in one.stdout.splitlines() if line.startswith("taas:")]
+    assert not [line for line in lines if SHARE not in line]
     found = [numbers for one in ran for numbers in figures_of(one.stdout)]
     assert found == figures_of_torchrun(cells, tmp_path / "torchrun")
 
@@ -199,6 +202,14 @@ schedule = torch.optim.lr_scheduler.StepLR(opt, 4, 0.5)
 net, opt, loader, schedule = accelerator.prepare(net, opt, loader, schedule)
 figures(steps(accelerator, net, opt, loader, schedule))
 """
+GO_ON_AS_IT_IS = (
+    TWO
+    + """
+figures(steps(accelerator, net, opt, loader, schedule), opt.param_groups[0]["lr"])
+other = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+figures(type(net).__name__, accelerator.num_processes)
+"""
+)
 GO_ON = (
     TWO
     + """
@@ -291,6 +302,18 @@ LIBRARIES = {
         TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2, shuffle=True)" + PREPARE,
         GO_ON,
         GO_ON,
+    ]),
+    "accelerate, without prepare again": (("accelerate",), [
+        ACCELERATE,
+        TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2, shuffle=True)" + PREPARE,
+        GO_ON_AS_IT_IS,
+        GO_ON_AS_IT_IS,
+    ]),
+    "accelerate, half precision, without prepare again": (("accelerate",), [
+        ACCELERATE,
+        TWO + "accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=2)\n"
+        "loader = DataLoader(data, batch_size=2)" + PREPARE,
+        GO_ON_AS_IT_IS,
     ]),
     "accelerate, half precision, two steps at once": (("accelerate",), [
         ACCELERATE,
@@ -391,6 +414,15 @@ LINES = {
         [HOLDER, MAKE + "mine = Trainer(nn.Linear(1, 1))"], USE + "mine.step()", "mine " + WITHOUT,
     ),
     "a model in a function": ([MAKE + "def again():\n    return net(x)"], USE + "again()", "net " + WITHOUT),
+    "another module is wrapped": ([MAKE], USE + "DDP(nn.Linear(2, 1))\nnet(x)", "net " + WITHOUT),
+    "another module of a list is wrapped": (
+        [MAKE + "others = [nn.Linear(1, 1)]"], USE + "for one in others:\n    DDP(one)\nnet(x)", "net " + WITHOUT,
+    ),
+    "wrapped by way of a list": ([MAKE], USE + "nets = []\nnets.append(net)\nDDP(nets[0])(x)\nnet", ""),
+    "wrapped as a function of the notebook's returns it": (
+        [MAKE + "def own():\n    return net"], USE + "DDP(own())(x)\nnet", "",
+    ),
+    "wrapped by what holds it": ([MAKE + "models = {'a': net}"], USE + "DDP(models['a'])(x)\nnet", ""),
     "wrapped again": ([MAKE], USE + "net = DDP(net)\nnet(x)", ""),
     "wrapped by another name": (["Parallel = DDP", MAKE], USE + "net = Parallel(net)\nnet(x)", ""),
     "wrapped by a function of the notebook's": (
@@ -484,6 +516,16 @@ BY_PYTORCH_LIGHTNING = LIGHTNING + "import pytorch_lightning as L\n" + LIGHTNING
 LONE = "is a Trainer for one process, and this cell has 2 ranks: "
 
 REFUSED = {
+    "a model that accelerate wrapped, in a dict": (
+        ("accelerate",),
+        [
+            ACCELERATE,
+            TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2)" + PREPARE
+            + "models = {'a': net}\ndel net",
+        ],
+        "accelerator.backward(models['a'](x).sum())",
+        "models['a'] came back without its DistributedDataParallel: wrap it again in this cell, or use --keep.",
+    ),
     "a Trainer of Lightning of a plain cell": (
         ("lightning",), [BY_LIGHTNING + "trainer = a_trainer()"],
         "trainer.fit(lit, loader)", f"trainer {LONE}make it in this cell.",
@@ -592,6 +634,16 @@ def test_what_accelerate_prepared_in_a_plain_cell_is_prepared_again(fresh: Noteb
     assert sorted(ran.own.splitlines(True)) == sorted([seen.format(0), "[rank 1] " + seen.format(1)])
 
 
+@needs("accelerate")
+def test_a_cell_that_does_not_train_has_the_model_as_it_came(fresh: Notebook) -> None:
+    """Its methods and attributes are those that the notebook sees; a line says that it has no wrapper."""
+    fresh.good(ACCELERATE)
+    fresh.good(TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2)" + PREPARE)
+    ran = fresh.good(TWO + "print(net.weight.shape[0], accelerator.num_processes)")
+    assert ran.own == "1 2\n"
+    assert "net " + WITHOUT in ran.stdout
+
+
 @needs("transformers", "accelerate")
 def test_objects_of_a_plain_cell_know_their_rank(fresh: Notebook) -> None:
     """Arguments, states and an Accelerator of one process; in the notebook they are that of one process again."""
@@ -627,6 +679,29 @@ def test_what_ranks_made_is_of_one_process_in_the_notebook(fresh: Notebook) -> N
     fresh.good("of = accelerator")
     assert fresh.value("of.num_processes, of.device.type, of.mixed_precision") == "1 cpu bf16"
     assert fresh.value("of.gradient_accumulation_steps, sum(len(batch) for batch, _ in loader)") == "2 8"
+
+
+SHARES = {
+    "a sampler and its loader": (MAKE, f"sampler, loader are {SHARE}they yield 1/2 of the data."),
+    "a loader alone": (MAKE + "del sampler", f"loader is {SHARE}it yields 1/2 of the data."),
+    "a loader of one process": ("loader = DataLoader(data)", ""),
+    "arguments with the rank": (
+        "class Args:\n    pass\nargs = Args()\nargs.rank, args.world_size = 0, 2",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_share_of_data_that_comes_to_the_notebook_is_named_once(name: str, notebook: Notebook) -> None:
+    """At the end of the cell that brought it, not of a later one that reads it."""
+    cell, line = SHARES[name]
+    notebook.good(IMPORTS)
+    ran = notebook.good(cell if cell.startswith(TWO) else TWO + cell)
+    said = [one.removeprefix("taas: ") for one in ran.stdout.splitlines() if SHARE in one]
+    assert said == [line] * bool(line)
+    if line:
+        assert SHARE not in notebook.good(TWO + "meet()\nlen(loader)").stdout
 
 
 # ---------------------------------------------------------------- state of the process, ranks that stay, data processes

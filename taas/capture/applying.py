@@ -19,7 +19,7 @@ from taas.capture.import_draws import drawing_nothing, note_imported
 from taas.capture.libraries import join_devices
 from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.payload import Payload
-from taas.capture.process_bound import remember_shares, remember_unwrapped, settle
+from taas.capture.process_bound import named_shares, remember_shares, remember_unwrapped, settle
 from taas.capture.reader import Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
 from taas.capture.tensors import ONLY_A_SHARD
@@ -44,6 +44,10 @@ class Applied:
     there: list[str] = field(default_factory=list)  # names that rank 0 has
     own: list[str] = field(default_factory=list)  # of these, what is something else there
     wrapped: list[str] = field(default_factory=list)  # what has a parallel wrapper, or shards, there
+    ranks: int = 1
+    shares: list[str] = field(
+        default_factory=list
+    )  # new loaders and samplers that have one rank's part of data
     places: list[str] = field(default_factory=list)  # what was put elsewhere than under names
     memory: dict[int, Stretch] = field(default_factory=dict, repr=False)  # that both know now, by region
     next_region: int = 0
@@ -169,6 +173,9 @@ class _Incoming:
         if any(stretch.device != "cpu" for stretch in self._known.values()):
             self._join_devices(known)
         applied.lost = _in_few_lines(self._lost, contents["sharded"])
+        applied.ranks = contents["ranks"]
+        if applied.ranks > 1:
+            applied.shares = named_shares(applied.rebound, self._namespace, self._heap, applied.ranks)
         applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
         applied.own = [*contents["own"], *unbound]
@@ -187,7 +194,9 @@ class _Incoming:
         there = [
             (o, m, name) for o, m, name in contents["unwrapped"] if {o or m, m} <= made.keys() - lost.keys()
         ]
-        remember_unwrapped((None if o is None else made[o], made[m], name) for o, m, name in there)
+        found = ((None if o is None else made[o], made[m], name) for o, m, name in there)
+        named = {name: self._namespace[name] for name in contents["wrapped"] if name in self._namespace}
+        remember_unwrapped(found, named)
 
     def _held_back(self) -> set[int]:
         """Return the numbers of what stays as it was, since a part of it cannot be rebuilt here, and say so."""

@@ -28,7 +28,7 @@ from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, view_of
 from taas.capture.payload import NoRoom, Payload, write_file
 from taas.capture.process_bound import Place, is_container, settle
-from taas.capture.process_bound_libraries import renews
+from taas.capture.process_bound_libraries import renews, wrap_again
 from taas.capture.process_own import left_attributes
 from taas.capture.process_state import ProcessState, not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
@@ -131,6 +131,10 @@ class Arrival:
         whole = {n: value for n, value in made.items() if n not in builder.lost} if builder.lost else made
         self.heap.learn(whole, states, self.known)
         return builder
+
+    def bind(self, names: list[str], value: Any) -> None:
+        """Bind names to a value that no payload has."""
+        self._namespace.update(dict.fromkeys(names, value))
 
     def _built(self, builder: Builder, name: str, n: int) -> Any:
         try:
@@ -566,6 +570,9 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
     try:
         wrapped = arrival.contents["wrapped"]
         settle(new, shares, arrival.place, without_gpu=without_gpu, wrapped=wrapped)
+        if arrival.place is not None and not without_gpu:
+            for by, n, names in arrival.contents["again"]:  # all ranks in one order: they meet in it
+                arrival.bind(names, wrap_again(builder.made[by], builder.made[n]))
     except Exception as error:
         raise CaptureError(
             f"what a library keeps of its process cannot be found out again in the ranks: {type(error).__name__}: "

@@ -50,7 +50,14 @@ from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.names import ANY, Needs, names_used_by, needs_of
 from taas.capture.payload import NoRoom, check_room, write_file
-from taas.capture.process_bound import fit_of, shares_among, surely_read, words_that_run
+from taas.capture.process_bound import (
+    Again,
+    Wrapping,
+    fit_of,
+    shares_among,
+    surely_read,
+    words_that_run,
+)
 from taas.capture.process_own import left_attributes
 from taas.capture.rank_values import rank_values, remember_rank_values
 from taas.capture.reader import Reader
@@ -113,6 +120,7 @@ class Capture:
         self._unfit: list[str] = []
         self._run_of = "", 1  # the cell, and how many ranks run it
         self._wraps = False
+        self._again: list[Again] = []  # models that their library wraps again
         self._pack(places, for_data=for_data)
 
     def __enter__(self) -> Capture:
@@ -313,11 +321,13 @@ class Capture:
         """
         self._run_of = cell, size
         codes = [code for name in self._reached() for code in _codes_of_module(name)]
-        words = words_that_run(self._needs.words, [*self.heap.codes(), *codes])
+        of_functions = words_that_run(self._needs.words, [*self.heap.codes(), *codes])
+        words = self._needs.words | of_functions
+        wrapping = Wrapping(cell, of_functions, self._namespace)
         meant = self._roots.keys() - self._needs.others
         roots = {name: n for name, n in self._roots.items() if name in meant}
         delivered = {id(loader) for loader in loaders_delivered()}
-        fit = fit_of(self.heap, roots, delivered, size, words)
+        fit = fit_of(self.heap, roots, delivered, size, words, wrapping)
         if fit.useless:
             sure = surely_read(self._needs.sure, self._roots, self.heap, words)
             for why in (why for name, why in fit.useless.items() if name in sure):
@@ -325,6 +335,7 @@ class Capture:
         self._unfit += dict.fromkeys(fit.useless.values())
         self._unfit += fit.lines
         self._wraps = fit.wraps
+        self._again = [one for one in fit.again if self._travels_whole(one)]
         of_rank = [name for name in rank_values(self._namespace, _names_bound_by) if name in roots]
         of_rank = [name for name in of_rank if not self._has_share(roots[name])]
         if of_rank and size > 1:
@@ -332,6 +343,10 @@ class Capture:
                 f"{', '.join(of_rank)}: rank 0's, in every rank. Make {'it' if len(of_rank) == 1 else 'them'} in this "
                 "cell, or use --keep."
             )
+
+    def _travels_whole(self, one: Again) -> bool:
+        """Tell whether ranks that stay have no part of what is wrapped again."""
+        return min(one.by, one.module) >= len(self._held.objects)
 
     def _has_share(self, root: int) -> bool:
         """Tell whether an object has a part that says itself of which rank it is."""
@@ -365,6 +380,7 @@ class Capture:
             "for data": self._names_for_data(),
             "places": self._places,
             "wrapped": self._wraps,
+            "again": [tuple(one) for one in self._again],
             "shares": [heap.number[id(value)] for value, *_ in shares_among(heap.objects[first:])],
             "first": first,
             "states": heap.states[first:],

@@ -17,6 +17,7 @@ gradients.
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import types
@@ -26,6 +27,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from taas.capture import process_bound_libraries as libraries
+from taas.capture.cells import python_of
 from taas.capture.code_by_value import global_names, words_in
 from taas.capture.reading import Reading
 from taas.import_hooks import loaded
@@ -176,6 +178,19 @@ def remember_shares(values: Iterable[Any], size: int) -> None:
             _from_ranks[id(value)] = weakref.ref(value)
 
 
+def named_shares(names: Iterable[str], namespace: dict[str, Any], heap: Any, size: int) -> list[str]:
+    """In a notebook: return the names of loaders, samplers and streams that are, or use, rank 0's share of ``size``."""
+    found = []
+    for name in names:
+        n = heap.number.get(id(namespace.get(name)))
+        if n is None or not _are_shares(type(heap.objects[n])):
+            continue
+        inside = (heap.objects[m] for m in heap.reached([n]))
+        if any(_are_shares(type(one)) and (pair_of(one) or ())[1:] == (0, size) for one in inside):
+            found.append(name)
+    return found
+
+
 def take_share(values: Iterable[Any], place: Place) -> None:
     """In a rank: make the shares of rank 0 that have come this rank's, if they are of as many ranks."""
     for value in values:
@@ -196,6 +211,8 @@ class Unwrapped(NamedTuple):
 
 
 _unwrapped: dict[tuple[int, int], Unwrapped] = {}
+_named: dict[str, weakref.ref[Any]] = {}
+"""Names under which ranks had a wrapper, each with what it wrapped."""
 _CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset, deque, types.CellType)
 WRAPS = frozenset({
     "DistributedDataParallel", "DDP", "DataParallel", "FullyShardedDataParallel", "FSDP", "fully_shard", "replicate",
@@ -209,8 +226,14 @@ def is_container(value: Any) -> bool:
     return isinstance(value, _CONTAINERS)
 
 
-def remember_unwrapped(found: Iterable[tuple[Any, Any, str]]) -> None:
-    """In a notebook: note owners (None: none), modules, and the wrappers that these had in the ranks."""
+def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, Any]) -> None:
+    """In a notebook: note owners (None: none), modules, and the wrappers that these had in the ranks.
+
+    ``named`` are the modules that a name alone was bound to, by this name.
+    """
+    for name, module in named.items():
+        if type(module).__weakrefoffset__:
+            _named[name] = weakref.ref(module)
     for key in [key for key, one in _unwrapped.items() if one.module() is None]:
         del _unwrapped[key]
     for owner, module, wrapper in found:
@@ -233,11 +256,11 @@ def unwrapped_among(ids: Collection[int]) -> Iterator[tuple[Any, str]]:
 
 
 def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set[str]:
-    """Return the words of code that runs, with those of functions and methods that it names, and so on.
+    """Return the words of functions and methods that code with some words names, and so on.
 
     A class's ``__init__`` runs where the class is named; other special methods are called unnamed.
     """
-    found, waiting = {*words}, [*codes]
+    named, found, waiting = {*words}, set[str](), [*codes]
     runs = True
     while runs:
         runs = False
@@ -245,7 +268,7 @@ def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set
             name = code.co_name
             if name == "__init__":
                 name = code.co_qualname.split(".")[-2:][0]
-            if name in found or name.startswith(("__", "<")):
+            if name in named or name in found or name.startswith(("__", "<")):
                 waiting.remove(code)
                 found |= words_in(code)
                 runs = True
@@ -271,13 +294,112 @@ def surely_read(sure: Collection[str], roots: dict[str, int], heap: Any, words: 
     return found
 
 
-def wraps(words: Collection[str], namespace: dict[str, Any]) -> bool:
-    """Tell whether code with these words wraps modules: it names what does, also by another name."""
-    meant = {getattr(namespace.get(word), "__name__", "") for word in words}
-    return not WRAPS.isdisjoint(words) or not WRAPS.isdisjoint(meant) or libraries.wraps(words)
+class Wrapping:
+    """What of modules some code wraps: what its wrapping calls mention, or any module, where it does not say.
+
+    ``words_of_functions`` are those of the functions that a cell has run.
+    """
+
+    def __init__(self, cell: str, words_of_functions: Collection[str], namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        tree = ast.parse(python_of(cell))
+        words = {*words_of_functions}.union(*(_words_of_node(node) for node in ast.walk(tree)))
+        self.any = self._is_wrapping(words)
+        calls = _calls_outside_functions(tree)
+        wrapping = [call for call in calls if self._is_wrapping(_words_of_node(call.func))]
+        said = {id(node) for call in wrapping for node in ast.walk(call.func)}
+        elsewhere = (_words_of_node(node) for node in ast.walk(tree) if id(node) not in said)
+        self._of_any = self.any and self._is_wrapping({*words_of_functions}.union(*elsewhere))
+        self._mentioned = {
+            word for call in wrapping for part in _given_to(call) for word in self._words_meant(part)
+        }
+        self._follow(tree)
+
+    def may_wrap(self, name: str) -> bool:
+        """Tell whether what a name holds may be wrapped."""
+        return self._of_any or name in self._mentioned
+
+    def _is_wrapping(self, words: Collection[str]) -> bool:
+        meant = {getattr(self._namespace.get(word), "__name__", "") for word in words}
+        return not WRAPS.isdisjoint(words) or not WRAPS.isdisjoint(meant) or libraries.wraps(words)
+
+    def _words_meant(self, node: ast.AST) -> set[str]:
+        """Return the names in an expression, with those that the notebook's functions in it read."""
+        found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        waiting = [*found]
+        for word in waiting:  # grows
+            value = self._namespace.get(word)
+            if isinstance(value, types.FunctionType) and value.__globals__ is self._namespace:
+                new = global_names(value.__code__) - found
+                found |= new
+                waiting += new
+        return found
+
+    def _follow(self, tree: ast.Module) -> None:
+        """Add what the names mentioned hold, as far as the cell says it."""
+        bound = [binding for node in ast.walk(tree) if (binding := _binding(node)) is not None]
+        held = [(self._words_meant(target), self._words_meant(value)) for target, value in bound]
+        grown = True
+        while grown:
+            before = len(self._mentioned)
+            for names, words in held:
+                if not names.isdisjoint(self._mentioned):
+                    self._mentioned |= words
+            grown = len(self._mentioned) > before
+
+
+def _words_of_node(node: ast.AST) -> set[str]:
+    """Return the name that a node says; where it is the function of a call, ``nn.parallel.DDP`` says the last."""
+    match node:
+        case ast.Name(id=word) | ast.Attribute(attr=word):
+            return {word}
+    return set()
+
+
+def _calls_outside_functions(tree: ast.Module) -> list[ast.Call]:
+    """Return the calls of a cell but for those in functions, whose arguments it does not say."""
+    found, waiting = list[ast.Call](), list[ast.AST]([tree])
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            continue
+        found += [node] if isinstance(node, ast.Call) else []
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def _given_to(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _binding(node: ast.AST) -> tuple[ast.AST, ast.AST] | None:
+    """Return what a statement, or part of one, puts something into, and what that mentions."""
+    match node:
+        case ast.Assign(value=value):
+            return ast.Tuple(node.targets), value
+        case (
+            ast.AnnAssign(target=target, value=ast.expr() as value)
+            | ast.AugAssign(target=target, value=value)
+            | ast.NamedExpr(target=target, value=value)
+            | ast.For(target=target, iter=value)
+            | ast.comprehension(target=target, iter=value)
+            | ast.withitem(optional_vars=ast.expr() as target, context_expr=value)
+        ):
+            return target, value
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=target)) as call):  # nets.append(net)
+            return target, ast.Tuple(_given_to(call))
+    return None
 
 
 # ---------------------------------------------------------------- before a cell starts
+
+
+class Again(NamedTuple):
+    """A module that its library wraps again: by which object, and under which names; both by their numbers."""
+
+    by: int
+    module: int
+    names: list[str]
 
 
 class Fit(NamedTuple):
@@ -286,21 +408,27 @@ class Fit(NamedTuple):
     lines: list[str]  # for the user
     useless: dict[str, str]  # what has a part with which ranks can do nothing, by name: which part, and why
     wraps: bool  # modules are wrapped again, by the cell or by an object that it has
+    again: list[Again]  # what is wrapped again before the cell runs
 
 
 def fit_of(
-    heap: Any, roots: dict[str, int], delivered: Container[int], size: int, words: Collection[str]
+    heap: Any,
+    roots: dict[str, int],
+    delivered: Container[int],
+    size: int,
+    words: Collection[str],
+    wrapping: Wrapping,
 ) -> Fit:
     """Say what of a notebook's objects, under some names, does not fit a run of ``size`` ranks.
 
     ``delivered`` are the ids of loaders of which data processes take care; ``words`` those of the
-    code that runs.
+    code that runs, and ``wrapping`` says what of modules it wraps.
     """
     reached = heap.reached(roots.values())
     opaque = {n for n in reached if id(heap.objects[n]) in delivered or libraries.renews(heap.objects[n])}
     inside = heap.reached(roots.values(), opaque)
-    wrapped = wraps(words, heap.reader.namespace)
-    fit = Fit([], {}, wrapped or any(libraries.renews(heap.objects[n]) for n in opaque))
+    wrapped = wrapping.any or any(libraries.renews(heap.objects[n]) for n in opaque)
+    fit = Fit([], {}, wrapped, [])
     here = f"this cell has {size} ranks" if size > 1 else "this cell has one process"
 
     for n in inside | opaque:
@@ -328,9 +456,48 @@ def fit_of(
                 f"{', '.join(names)} {'is' if is_one else 'are'} rank 0's share of {of}, and {here}: make "
                 f"{'it' if is_one else 'them'} in this cell."
             )
-    if size > 1 and not wrapped:
-        fit.lines.extend(_without_wrapper(heap, roots, inside))
+    if size > 1:
+        known = _known_by_accelerators(heap, opaque, inside)
+        trains = "backward" in words  # a cell that does not may use methods that a wrapper hides
+        if trains:
+            fit.again.extend(_wrapped_again(heap, roots, inside, known, wrapping))
+        done = {one.module for one in fit.again}
+        for n, path, why in _without_wrapper(heap, roots, inside, opaque, wrapping):
+            if n not in done and n in known and trains:
+                fit.useless.update(dict.fromkeys(_names_with({n}, heap, roots, opaque), f"{path} {why}"))
+            elif n not in done:
+                fit.lines.append(f"{path} {why}")
     return fit
+
+
+def _known_by_accelerators(heap: Any, opaque: set[int], inside: set[int]) -> dict[int, int]:
+    """Return which models an Accelerator has prepared, and which one, by numbers."""
+    found = {}
+    for by in sorted(opaque):
+        for model in libraries.models_of(heap.objects[by]):
+            n = heap.number.get(id(model))
+            if n in inside:
+                found[n] = by
+    return found
+
+
+def _wrapped_again(
+    heap: Any, roots: dict[str, int], inside: set[int], known: dict[int, int], wrapping: Wrapping
+) -> Iterator[Again]:
+    """Yield the models that their Accelerator can surely wrap again: names alone hold them, and had the wrapper.
+
+    Optimizers hold their parameters, which a wrapper does not change.
+    """
+    for n, by in known.items():
+        one = _unwrapped.get((id(None), id(heap.objects[n])))
+        if one is None or one.wrapper != "DistributedDataParallel":
+            continue
+        own = heap.reached([n])
+        is_held = any(n in (heap.states[m] or ((), (), ()))[2] for m in inside - own)
+        names = [name for name in roots if name in _named and _named[name]() is heap.objects[n]]
+        names = [name for name in names if roots[name] == n]
+        if names and not is_held and not any(map(wrapping.may_wrap, names)):
+            yield Again(by, n, names)
 
 
 def _names_with(numbers: set[int], heap: Any, roots: dict[str, int], but: Container[int] = ()) -> list[str]:
@@ -338,8 +505,10 @@ def _names_with(numbers: set[int], heap: Any, roots: dict[str, int], but: Contai
     return [name for name, n in roots.items() if not numbers.isdisjoint({n} | heap.reached([n], but))]
 
 
-def _without_wrapper(heap: Any, roots: dict[str, int], inside: set[int]) -> Iterator[str]:
-    """Yield a line for each wrapper that is missing."""
+def _without_wrapper(
+    heap: Any, roots: dict[str, int], inside: set[int], opaque: set[int], wrapping: Wrapping
+) -> Iterator[tuple[int, str, str]]:
+    """Yield what lacks a wrapper that the code does not give it: its number, where it is, and what to do."""
     ids = {id(heap.objects[n]) for n in inside}
     missing = [
         (value, f"came back without its {wrapper}: wrap it again in this cell, or use --keep.")
@@ -350,6 +519,7 @@ def _without_wrapper(heap: Any, roots: dict[str, int], inside: set[int]) -> Iter
         for model in libraries.prepared_models([heap.objects[n] for n in inside])
     ]
     for value, why in missing:
-        found = heap.way_to({heap.number[id(value)]}, roots)
-        if found is not None:
-            yield f"{found[0]} {why}"
+        n = heap.number[id(value)]
+        found = heap.way_to({n}, roots)
+        if found is not None and not any(map(wrapping.may_wrap, _names_with({n}, heap, roots, opaque))):
+            yield n, found[0], why

@@ -1,5 +1,6 @@
 """Libraries whose objects remember which process they are in: what of that stays behind, and is found out again.
 
+* An ``Accelerator`` wraps again what it has wrapped, before a cell that does not do it itself.
 * accelerate's states hold settings (mixed precision) and what the process has found out (its
   number, its device). Where they arrive the library's own constructors find that out again, in a
   rank with the rank's process group.
@@ -325,6 +326,25 @@ def renews(value: Any) -> bool:
     A Trainer does so when it trains; of a Fabric and of skorch it is done here.
     """
     return any(of_kind(name, [value]) for name in _RENEW)
+
+
+def models_of(value: Any) -> list[Any]:
+    """Return the models that an Accelerator has prepared, and can prepare again; none of any other object.
+
+    What it has compiled beside is not only wrapped.
+    """
+    if not of_kind("accelerate.accelerator.Accelerator", [value]):
+        return []
+    plugin = getattr(value.state, "dynamo_plugin", None)
+    compiles = plugin is not None and getattr(plugin.backend, "value", "NO") != "NO"
+    return [] if compiles else value._models
+
+
+def wrap_again(accelerator: Any, model: Any) -> Any:
+    """Return a model with the wrapper that an Accelerator gives it in this process."""
+    wrapped = accelerator.prepare_model(model)
+    setattr(wrapped, _PREPARED, True)
+    return wrapped
 
 
 def prepared_models(values: Collection[Any]) -> list[Any]:

@@ -166,6 +166,12 @@ class RunView:
             cell_numbers(self._shell).update(applied.cells)
         if applied.lost:
             say(f"did not come back: {'; '.join(applied.lost)}")
+        if shares := applied.shares:
+            are, yields = ("is", "it yields") if len(shares) == 1 else ("are", "they yield")
+            say(
+                f"{', '.join(shares)} {are} rank 0's share of {applied.ranks}: in the notebook {yields} "
+                f"1/{applied.ranks} of the data."
+            )
 
     def collect(self) -> None:
         """Let :data:`taas.collected` have what the header asked of each rank, once the names have come."""
