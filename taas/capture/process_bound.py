@@ -183,10 +183,11 @@ def named_shares(names: Iterable[str], namespace: dict[str, Any], heap: Any, siz
     found = []
     for name in names:
         n = heap.number.get(id(namespace.get(name)))
-        if n is None or not _are_shares(type(heap.objects[n])):
+        cls: Any = object if n is None else type(heap.objects[n])
+        if not _are_shares(cls):
             continue
         inside = (heap.objects[m] for m in heap.reached([n]))
-        if any(_are_shares(type(one)) and (pair_of(one) or ())[1:] == (0, size) for one in inside):
+        if any(rank == 0 and of == size for _, rank, of in shares_among(inside)):
             found.append(name)
     return found
 
