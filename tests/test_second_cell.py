@@ -631,7 +631,9 @@ def test_what_accelerate_prepared_in_a_plain_cell_is_prepared_again(fresh: Noteb
         "      loader.device, opt.param_groups[0]['params'][0] is net.module.weight)\n"
     )
     seen = "DistributedDataParallel True 4 cuda:{} True\n"
-    assert sorted(ran.own.splitlines(True)) == sorted([seen.format(0), "[rank 1] " + seen.format(1)])
+    assert sorted(ran.own.splitlines(True)) == sorted(
+        ["[rank 0] " + seen.format(0), "[rank 1] " + seen.format(1)]
+    )
 
 
 @needs("accelerate")
@@ -662,7 +664,7 @@ def test_objects_of_a_plain_cell_know_their_rank(fresh: Notebook) -> None:
     assert before in (alone.format(0), alone.format(1))
     ran = fresh.good(TWO.rstrip() + " --output all\nprint(standing())")
     assert sorted(ran.own.splitlines(True)) == [
-        "[2, 0, True, 1, 'cuda:0', 0, True, 2, 3, True, True]\n",
+        "[rank 0] [2, 0, True, 1, 'cuda:0', 0, True, 2, 3, True, True]\n",
         "[rank 1] [2, 1, False, 1, 'cuda:1', 1, False, 2, 3, True, True]\n",
     ]
     assert fresh.good("print(standing())").own == before
@@ -754,11 +756,11 @@ def test_ranks_that_stay_have_their_own(notebook: Notebook) -> None:
     notebook.good(IMPORTS)
     notebook.good(KEPT + NET + "sampler = DistributedSampler(data)\nrank = dist.get_rank()")
     ran = notebook.good(KEPT.rstrip() + " --output all\nprint(sampler.rank, rank, type(net).__name__)")
-    seen = ["0 0 DistributedDataParallel", "[rank 1] 1 1 DistributedDataParallel"]
+    seen = ["[rank 0] 0 0 DistributedDataParallel", "[rank 1] 1 1 DistributedDataParallel"]
     assert sorted(ran.stdout.splitlines()) == seen
     notebook.good("sampler.epoch = 5")
     ran = notebook.good(KEPT.rstrip() + " --output all\nprint(sampler.rank, sampler.epoch)")
-    assert sorted(ran.own.splitlines()) == ["0 5", "[rank 1] 1 5"]
+    assert sorted(ran.own.splitlines()) == ["[rank 0] 0 5", "[rank 1] 1 5"]
     notebook.good("%taas release")
 
 
@@ -773,7 +775,7 @@ def test_a_registered_loader_of_rank_0_is_delivered_to_all(notebook: Notebook) -
     ran = notebook.good(
         TWO.rstrip() + " --cpus 1 --output all\nprint([int(16 * b[0, 0]) for b, _ in loader])"
     )
-    assert sorted(ran.stdout.splitlines()) == ["[0, 4, 8, 12]", "[rank 1] [1, 5, 9, 13]"]
+    assert sorted(ran.stdout.splitlines()) == ["[rank 0] [0, 4, 8, 12]", "[rank 1] [1, 5, 9, 13]"]
     ran = notebook.good(THREE.rstrip() + " --cpus 1\nprint([int(16 * b[0, 0]) for b, _ in loader])")
     assert (ran.own, "rank 0's share" in ran.stdout) == ("[0, 6, 12]\n", False)
     notebook.good("taas.unregister(loader)")
