@@ -427,7 +427,7 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     )
     person.sees("rank 3 asked for an answer in the cell")
     person.photograph("asked")
-    for typed, seen in (("p 'x is', x", "('x is', tensor([1.]))"), ("n", "--Return--")):
+    for typed, seen in (("p 'x is', x", "('x is', tensor([1.]))"), ("n", "-> dist.all_reduce(x)")):
         person.answers(typed)
         person.sees(f"(Pdb) {typed}")
         person.sees(seen)

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -354,7 +355,7 @@ def test_what_user_code_raises_is_raised_at_its_place(place: str, error: BaseExc
             for element in loaders["d"]:
                 got.append(element)
         except Exception as raised:
-            return got, type(raised), f"{raised} {raised.__cause__}"
+            return got, type(raised), "".join(traceback.format_exception(raised))
         return got, None, ""
 
     loader = DataLoader(

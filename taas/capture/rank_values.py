@@ -77,7 +77,7 @@ def names_of_rank(cell: str, namespace: dict[str, Any]) -> dict[str, bool]:
     said = {
         name
         for name, value in namespace.items()
-        if isinstance(value, types.FunctionType) and not _RANK.isdisjoint(words_in(value.__code__))
+        if type(value) is types.FunctionType and not _RANK.isdisjoint(words_in(value.__code__))
     }
     found: dict[str, bool] = {}
     for targets, value in _assignments(ast.parse(python_of(cell)).body):
