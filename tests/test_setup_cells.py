@@ -175,9 +175,9 @@ def test_ranks_that_stay_run_what_is_new(cells: Notebook) -> None:
     seen = "import calendar, os\nprint(calendar.seen, os.environ['RANK'])"
     cells.good(SETUP + ADD.format(what=1))
     cells.good(keep + seen)
-    assert sorted(cells.good(keep + seen).own.splitlines()) == ["[1] 0", "[rank 1] [1] 1"]
+    assert sorted(cells.good(keep + seen).own.splitlines()) == ["[rank 0] [1] 0", "[rank 1] [1] 1"]
     cells.good(SETUP + ADD.format(what=2))
-    assert sorted(cells.good(keep + seen).own.splitlines()) == ["[1, 2] 0", "[rank 1] [1, 2] 1"]
+    assert sorted(cells.good(keep + seen).own.splitlines()) == ["[rank 0] [1, 2] 0", "[rank 1] [1, 2] 1"]
     cells.good("%taas release")
     assert cells.good("#pragma taas --gpus 2\n" + seen).own == "[1, 2] 0\n"
     cells.good("#pragma taas --gpus 2 --background --name apart\nimport calendar\nthere = calendar.seen")
