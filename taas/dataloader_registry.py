@@ -27,13 +27,15 @@ _registry: dict[int, _Entry] = {}
 def register(loader: Any, name: str | None = None) -> Any:
     """Have data workers make this loader's elements in every run with ``--cpus``.
 
+    A loader that was registered in the same variable, and that no variable holds any more, is registered no longer:
+    its cell was run again.
+
     Args:
         loader: a DataLoader, or any iterable that begins anew each time it is iterated.
         name: what ``--units NAME=…`` and the live view call it; otherwise the variable that holds it.
 
     Returns:
-        The loader itself. One that was registered in the same variable, and is in none any more, is registered no longer: the
-        cell was run again.
+        The loader itself.
 
     Raises:
         RegistrationError: it is registered already, it is not iterable, it cannot travel, or the name cannot be used.
