@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 exactly = sys.argv[1:] == ["exactly"]
-tested = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+tested = dict(
+    re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+)
 for need in project["dependencies"]:
     name, floor = re.match(r"([\w-]+)>=([\w.]+)", need).groups()
     floor = floor if exactly else FOR_THE_SUITE.get(name, floor)

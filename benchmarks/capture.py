@@ -52,13 +52,19 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "256 MB tensor": ("t = torch.ones(64 << 20)", "t.sum()"),
     "1M ints": ("numbers = list(range(1000, 1001000))", "numbers"),
-    "100k small dicts": ("rows = [{'i': i, 'x': i / 3, 's': str(i)} for i in range(100000)]", "rows"),
+    "100k small dicts": (
+        "rows = [{'i': i, 'x': i / 3, 's': str(i)} for i in range(100000)]",
+        "rows",
+    ),
     "100k instances": (
         "class A: pass\nrows = []\nfor i in range(100000):\n    a = A(); a.i = i; rows.append(a)",
         "rows",
     ),
     "3M distinct strings": ("texts = [f'string number {i}' for i in range(3_000_000)]", "texts"),
-    "300k small dicts": ("rows = [{'i': i, 'x': i / 3, 's': str(i)} for i in range(300_000)]", "rows"),
+    "300k small dicts": (
+        "rows = [{'i': i, 'x': i / 3, 's': str(i)} for i in range(300_000)]",
+        "rows",
+    ),
     "1M-row object column": (
         "import pandas as pd\ndf = pd.DataFrame({'a': pd.Series([f'row {i}' for i in range(1_000_000)], dtype=object)})",
         "df",
@@ -70,7 +76,9 @@ CASES: dict[str, tuple[str, str]] = {
 def _namespace(setup: str) -> dict[str, Any]:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    exec(compile(setup, "setup", "exec"), main.__dict__.setdefault("torch", torch) and main.__dict__)
+    exec(
+        compile(setup, "setup", "exec"), main.__dict__.setdefault("torch", torch) and main.__dict__
+    )
     return main.__dict__
 
 
@@ -121,7 +129,9 @@ def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
         return result
 
     for _ in range(rounds):
-        namespace = _namespace(setup)  # the last round's classes are the rank's by now, which is this process
+        namespace = _namespace(
+            setup
+        )  # the last round's classes are the rank's by now, which is this process
         captured = note("capture", lambda n=namespace: capture(cell, n, None, project=Path.cwd()))
         rank = types.ModuleType("__main__").__dict__
         arrival = note("arrive", lambda c=captured, r=rank: arrive(c.fd, r, device=None))

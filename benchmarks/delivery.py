@@ -152,10 +152,15 @@ def torch_loader(arguments: dict[str, Any], workers: int) -> tuple[Any, Callable
 
 
 def paired(
-    make: Callable[[], dict[str, Any]], rounds: int, peer: Callable[..., Any] = torch_loader, **config: Any
+    make: Callable[[], dict[str, Any]],
+    rounds: int,
+    peer: Callable[..., Any] = torch_loader,
+    **config: Any,
 ) -> list[tuple[Any, Any]]:
     """Return (the peer's, ours) for each round. ``make`` gives a DataLoader's arguments."""
-    with DeliveryRun({"d": DataLoader(**make())}, processes=WORKERS, slab=256 << 20, **config) as run:
+    with DeliveryRun(
+        {"d": DataLoader(**make())}, processes=WORKERS, slab=256 << 20, **config
+    ) as run:
         pids = processes_of(run)
 
         def body(_rank: int, loaders: dict[str, Any]) -> Any:
@@ -173,7 +178,12 @@ def paired(
 
 
 def throughput(
-    name: str, goal: float, make: Callable[[], dict[str, Any]], nbytes: int, rounds: int, **config: Any
+    name: str,
+    goal: float,
+    make: Callable[[], dict[str, Any]],
+    nbytes: int,
+    rounds: int,
+    **config: Any,
 ) -> Row:
     outcomes = paired(make, rounds, **config)
     batches = make()["batch_sampler" if "batch_sampler" in make() else "sampler"].batches - WARM
@@ -202,14 +212,18 @@ def same_host(rounds: int) -> list[Row]:
         "8 MiB": (65536, 32, 120),
     }
     return [
-        throughput(f"same host, {name}", 4.0, batches(floats, size, count), 4 * floats * size, rounds)
+        throughput(
+            f"same host, {name}", 4.0, batches(floats, size, count), 4 * floats * size, rounds
+        )
         for name, (floats, size, count) in shapes.items()
     ]
 
 
 def heavier(rounds: int) -> list[Row]:
     return [
-        throughput("same host, 1 MiB, heavier samples", 1.2, batches(16384, 16, 150, 24), 1 << 20, rounds)
+        throughput(
+            "same host, 1 MiB, heavier samples", 1.2, batches(16384, 16, 150, 24), 1 << 20, rounds
+        )
     ]
 
 
@@ -238,7 +252,13 @@ def absent(peer: str) -> Row:
 def collate(rounds: int) -> list[Row]:
     make = batches(65536, 16, 120)
     return [
-        throughput("own collate, 4 MiB", 3.0, lambda: {**make(), "collate_fn": own_collate}, 4 << 20, rounds)
+        throughput(
+            "own collate, 4 MiB",
+            3.0,
+            lambda: {**make(), "collate_fn": own_collate},
+            4 << 20,
+            rounds,
+        )
     ]
 
 
@@ -272,7 +292,9 @@ def array_cases() -> list[tuple[str, float, Callable[[], dict[str, Any]], int]]:
 
 
 def arrays(rounds: int) -> list[Row]:
-    return [throughput(name, goal, make, nbytes, rounds) for name, goal, make, nbytes in array_cases()]
+    return [
+        throughput(name, goal, make, nbytes, rounds) for name, goal, make, nbytes in array_cases()
+    ]
 
 
 def first_sample(samples: list[Any]) -> Any:
@@ -280,7 +302,11 @@ def first_sample(samples: list[Any]) -> Any:
 
 
 def many_tensors(rounds: int) -> list[Row]:
-    make = lambda: {"dataset": Many(), "batch_sampler": Ranges(1, 150 + WARM), "collate_fn": first_sample}  # noqa: E731
+    make = lambda: {
+        "dataset": Many(),
+        "batch_sampler": Ranges(1, 150 + WARM),
+        "collate_fn": first_sample,
+    }  # noqa: E731
     outcomes = paired(make, rounds)
     ours = statistics.median(o[0] for _, o in outcomes) / 150 / 114 * 1e3
     theirs = statistics.median(t[0] for t, _ in outcomes) / 150 / 114 * 1e3
@@ -566,7 +592,9 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES)
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -36,7 +36,10 @@ def spdl_loader(arguments: dict[str, Any], workers: int) -> tuple[Any, Callable[
 
     options = {"batch_size": None, "collate_fn": default_collate, **arguments}
     loader = get_pytorch_dataloader(**options, num_workers=workers, multiprocessing_context="fork")
-    return loader, lambda: [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    return loader, lambda: [
+        os.getpid(),
+        *(child.pid for child in psutil.Process().children(recursive=True)),
+    ]
 
 
 def in_child(measure: Callable[[], Any]) -> Any:
@@ -49,7 +52,9 @@ def in_child(measure: Callable[[], Any]) -> Any:
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        torch.set_num_threads(1)  # an OpenMP pool of the parent's is not there after a fork; asked, it hangs
+        torch.set_num_threads(
+            1
+        )  # an OpenMP pool of the parent's is not there after a fork; asked, it hangs
         with os.fdopen(writer, "wb") as file:
             file.write(pickle.dumps(measure()))
         os._exit(0)
@@ -66,16 +71,22 @@ def ray_first_batches(rounds: int, floats: int, size: int, workers: int) -> list
     """Return the seconds from making a Ray Dataset to its first batch, of each round; Ray itself is up before."""
     import ray
 
-    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
 
     def samples(batch: dict[str, Any]) -> dict[str, Any]:
-        return {"x": np.stack([np.full(floats, number, np.float32) for number in batch["id"].tolist()])}
+        return {
+            "x": np.stack([np.full(floats, number, np.float32) for number in batch["id"].tolist()])
+        }
 
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
-        made = ray.data.range(50 * size, override_num_blocks=50).map_batches(samples, batch_size=size)
+        made = ray.data.range(50 * size, override_num_blocks=50).map_batches(
+            samples, batch_size=size
+        )
         next(iter(made.iter_torch_batches(batch_size=size)))
         seconds.append(time.perf_counter() - start)
     ray.shutdown()

@@ -103,7 +103,9 @@ def main() -> None:
     finally:
         book.close()
     for name, row in rows.items():
-        print(f"{name}:", ", ".join(f"{kind} {megabytes:.0f} MB" for kind, megabytes in row.items()))
+        print(
+            f"{name}:", ", ".join(f"{kind} {megabytes:.0f} MB" for kind, megabytes in row.items())
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

@@ -85,7 +85,9 @@ def measure(begin: tuple[str, ...], header: str, end: str, rounds: int) -> dict[
         for cell in begin:
             book.good(cell, seconds=300)
         first = (
-            header.replace("--keep", "--keep --output all") + "import os\nprint('pid', os.getpid())\n" + ARRAY
+            header.replace("--keep", "--keep --output all")
+            + "import os\nprint('pid', os.getpid())\n"
+            + ARRAY
         )
         # nbdistributed loses a cell whose workers do not listen yet, and says so after 30 s
         for _ in range(4):
@@ -146,7 +148,9 @@ def main() -> None:
             print(f"{name} does not run here: {str(error)[:200]}")
             continue
         print(
-            f"{name:14}", "  ".join(f"{what}: {value:.1f}" for what, value in rows[name].items()), flush=True
+            f"{name:14}",
+            "  ".join(f"{what}: {value:.1f}" for what, value in rows[name].items()),
+            flush=True,
         )
     if options.gigabytes:
         rows[f"{options.gigabytes} GB"] = large(options.gigabytes)

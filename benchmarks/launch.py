@@ -62,7 +62,9 @@ def reached(text: str) -> float:
     return float(found[1])
 
 
-def cell(book: Notebook, ranks: int, instance: str = "", body: str = USES + WORK) -> tuple[float, float]:
+def cell(
+    book: Notebook, ranks: int, instance: str = "", body: str = USES + WORK
+) -> tuple[float, float]:
     """Seconds to the all-reduce and to the prompt, for one cell."""
     began = time.time()
     ran = book.good(f"{instance}#pragma taas --gpus {ranks}\n{body}", seconds=600)
@@ -126,7 +128,8 @@ def bare_forkserver(ranks: int) -> Callable[[], tuple[float, float]]:
         store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         report = context.SimpleQueue()
         processes = [
-            context.Process(target=bare_rank, args=(r, ranks, store.port, report)) for r in range(ranks)
+            context.Process(target=bare_rank, args=(r, ranks, store.port, report))
+            for r in range(ranks)
         ]
         for process in processes:
             process.start()
@@ -256,7 +259,9 @@ def main() -> None:
             try:
                 rows[name] = measure(once, min(3, options.rounds))
             except subprocess.CalledProcessError as error:
-                print(f"{name:36} does not run here: {(error.stderr.strip().splitlines() or ['?'])[-1]}")
+                print(
+                    f"{name:36} does not run here: {(error.stderr.strip().splitlines() or ['?'])[-1]}"
+                )
     if "torchrun" in rows:
         ratio = rows["torchrun"]["all_reduce_s"] / rows["taas, warm"]["all_reduce_s"]
         print(f"torchrun takes {ratio:.0f} times as long as taas, warm")
@@ -269,7 +274,11 @@ class _Rows(dict[str, dict[str, float]]):
 
     def __setitem__(self, name: str, figures: dict[str, float]) -> None:
         super().__setitem__(name, figures)
-        print(f"{name:36}", "  ".join(f"{key} {value:.3f}" for key, value in figures.items()), flush=True)
+        print(
+            f"{name:36}",
+            "  ".join(f"{key} {value:.3f}" for key, value in figures.items()),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

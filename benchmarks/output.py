@@ -57,7 +57,9 @@ def latencies(book: Notebook, header: str) -> list[float]:
     while not idle:
         message = book._client.get_iopub_msg(timeout=120)
         now, content = time.time(), message["content"]
-        idle = message["msg_type"] == "status" and content["execution_state"] == "idle" and bool(found)
+        idle = (
+            message["msg_type"] == "status" and content["execution_state"] == "idle" and bool(found)
+        )
         if message["msg_type"] != "stream" or content["name"] != "stdout":
             continue
         *whole, line = (line + content["text"]).split("\n")
@@ -88,13 +90,19 @@ def main() -> None:
         rows[name] = {
             "lines_s": statistics.median(seconds for seconds, _ in took[name]),
             "messages": statistics.median(messages for _, messages in took[name]),
-            "messages_a_second": statistics.median(messages / seconds for seconds, messages in took[name]),
+            "messages_a_second": statistics.median(
+                messages / seconds for seconds, messages in took[name]
+            ),
             "print_to_cell_ms": 1000 * statistics.median(waits),
             "print_to_cell_p95_ms": 1000 * waits[len(waits) * 95 // 100],
         }
         book.good(header + KEPT)
         rows[name]["kept_bytes_a_line"] = float(book.value("kept"))
-        print(f"{name:20}", "  ".join(f"{key} {value:.2f}" for key, value in rows[name].items()), flush=True)
+        print(
+            f"{name:20}",
+            "  ".join(f"{key} {value:.2f}" for key, value in rows[name].items()),
+            flush=True,
+        )
     ratio = rows["taas, one rank"]["lines_s"] / rows["plain kernel"]["lines_s"]
     print(f"{LINES:,} lines take {ratio:.2f} times as long as in a plain kernel")
     book.close()

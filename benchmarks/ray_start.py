@@ -108,7 +108,14 @@ class Bench:
         """Ray Train, in a driver on the head's node; its storage is a folder that all nodes see."""
         storage = Path(tempfile.mkdtemp(prefix="ray-train-", dir="/var/tmp"))
         command = self.cluster.head.command(
-            sys.executable, "-W", "ignore", "-c", TRAINER, self.cluster.address, str(self.ranks), str(storage)
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            TRAINER,
+            self.cluster.address,
+            str(self.ranks),
+            str(storage),
         )
         log = (self.folder / "trainer.log").open("w")
         driver = subprocess.Popen(

@@ -78,7 +78,9 @@ def stop_last(supervisor: psutil.Process, stopped: list[float]) -> None:
         for record in read_records()
     ):
         time.sleep(0.05)
-    processes = [child for child in supervisor.children() if "scale_vms" in " ".join(child.cmdline())]
+    processes = [
+        child for child in supervisor.children() if "scale_vms" in " ".join(child.cmdline())
+    ]
     os.kill(max(process.pid for process in processes), signal.SIGSTOP)
     stopped.append(time.perf_counter())
 

@@ -65,7 +65,9 @@ class Engine:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Vm]:
-        configs = [msgspec.structs.replace(config, endpoint=self._listen(self.here)) for config in configs]
+        configs = [
+            msgspec.structs.replace(config, endpoint=self._listen(self.here)) for config in configs
+        ]
         last = len(configs) - 1
         for at in range(0, last, PER_PROCESS):
             self._spawn(configs[at : min(at + PER_PROCESS, last)])
@@ -148,7 +150,8 @@ class Agent:
         if not self._ended:
             self._ended = True
             self._say(
-                *(RankEnded(rank=rank, outcome=outcome, at=time.time()) for rank in self._ranks), JobOver()
+                *(RankEnded(rank=rank, outcome=outcome, at=time.time()) for rank in self._ranks),
+                JobOver(),
             )
 
 

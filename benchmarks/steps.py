@@ -102,7 +102,9 @@ def main() -> None:
                 ratios.append(figures["taas"][0] / figures["torchrun"][0])
         finally:
             book.close()
-    print(f"taas / torchrun: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+    print(
+        f"taas / torchrun: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ def large_save(base: Path, tensor: torch.Tensor) -> tuple[float, float]:
     return found
 
 
-def rank_0_ratio(base: Path, work: Callable[[], tuple[float, float]], pairs: int) -> dict[str, float]:
+def rank_0_ratio(
+    base: Path, work: Callable[[], tuple[float, float]], pairs: int
+) -> dict[str, float]:
     """Guarded over unguarded time of rank 0: of the clock, and of the processor, which neighbours disturb less."""
 
     def guarded() -> tuple[float, float]:
@@ -105,7 +107,9 @@ def rank_0_ratio(base: Path, work: Callable[[], tuple[float, float]], pairs: int
     for number in range(pairs):
         order = (work, guarded) if number % 2 else (guarded, work)
         times = {one: in_fork(one) for one in order}
-        found.append([with_ / without for with_, without in zip(times[guarded], times[work], strict=True)])
+        found.append(
+            [with_ / without for with_, without in zip(times[guarded], times[work], strict=True)]
+        )
     return {
         "wall_ratio": statistics.median(wall for wall, _ in found),
         "cpu_ratio": statistics.median(processor for _, processor in found),
@@ -160,12 +164,16 @@ def main() -> None:
             if walls.verdicts((mechanism,))[0].startswith(f"write rule: {mechanism}"):
                 result["guard"][mechanism] = guard_seconds(base, mechanism, repeats)
         tensor = torch.zeros(floats)
-        result["rank 0, 10,000 small files"] = rank_0_ratio(base, lambda: small_files(base, 10_000), pairs)
+        result["rank 0, 10,000 small files"] = rank_0_ratio(
+            base, lambda: small_files(base, 10_000), pairs
+        )
         result[f"rank 0, {floats * 4 / 1e9:g} GB save"] = rank_0_ratio(
             base, lambda: large_save(base, tensor), pairs
         )
         plain, behind = call_microseconds(base, False), call_microseconds(base, True)
-        result["calls_us"] = {name: {"plain": plain[name], "behind the wall": behind[name]} for name in plain}
+        result["calls_us"] = {
+            name: {"plain": plain[name], "behind the wall": behind[name]} for name in plain
+        }
     finally:
         shutil.rmtree(base)
     for name, value in result.items():

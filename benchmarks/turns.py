@@ -78,7 +78,11 @@ def longest(folder: Path, gigabytes: int, *, remote: bool, options: str) -> tupl
     (folder / "project").mkdir()
     book = Notebook(
         folder / "project",
-        environ={**environ, "TAAS_TURNS": str(turns), "JUPYTER_RUNTIME_DIR": str(folder / "runtime")},
+        environ={
+            **environ,
+            "TAAS_TURNS": str(turns),
+            "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        },
     )
     try:
         book.good("%load_ext taas")
@@ -102,9 +106,14 @@ def main() -> None:
     found = {}
     for name, (remote, options) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            wall, processor = longest(Path(folder), arguments.gigabytes, remote=remote, options=options)
+            wall, processor = longest(
+                Path(folder), arguments.gigabytes, remote=remote, options=options
+            )
         found[name] = {"turn_ms": 1000 * wall, "processor_ms": 1000 * processor}
-        print(f"{name:26} {1000 * wall:7.1f} ms, of which {1000 * processor:.1f} ms processor", flush=True)
+        print(
+            f"{name:26} {1000 * wall:7.1f} ms, of which {1000 * processor:.1f} ms processor",
+            flush=True,
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps({"load": os.getloadavg(), "turns": found}, indent=1))
 

@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 project = "taas"
 author = "the authors of taas"
-release = version = re.findall(r'__version__ = "(.+)"', (ROOT / "taas" / "__init__.py").read_text())[0]
+release = version = re.findall(
+    r'__version__ = "(.+)"', (ROOT / "taas" / "__init__.py").read_text()
+)[0]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
@@ -49,6 +51,8 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-bases", _leave_out_private)
 
 
-def _leave_out_private(_app: Sphinx, _name: str, _obj: object, _options: object, bases: list[type]) -> None:
+def _leave_out_private(
+    _app: Sphinx, _name: str, _obj: object, _options: object, bases: list[type]
+) -> None:
     """How an error is shown is no base class for a reader."""
     bases[:] = [base for base in bases if not base.__name__.startswith("_")]

@@ -45,7 +45,9 @@ class Notebook:
         self.page = page
         page.goto(address, timeout=PATIENCE)
         page.add_style_tag(content=".jp-cell-toolbar, .jp-Collapser { visibility: hidden }")
-        page.add_locator_handler(page.locator("dialog.jp-Dialog"), lambda _: page.keyboard.press("Escape"))
+        page.add_locator_handler(
+            page.locator("dialog.jp-Dialog"), lambda _: page.keyboard.press("Escape")
+        )
         idle = page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
         idle.first.wait_for(state="attached", timeout=PATIENCE)
 
@@ -61,7 +63,11 @@ class Notebook:
             cell.locator(".cm-content").click()
             self.page.keyboard.press("Control+Enter")
             with contextlib.suppress(AssertionError):
-                seen = cell.locator(".jp-Cell-outputArea") if until else cell.locator(".jp-InputPrompt")
+                seen = (
+                    cell.locator(".jp-Cell-outputArea")
+                    if until
+                    else cell.locator(".jp-InputPrompt")
+                )
                 expect(seen).to_contain_text(until or ran, timeout=PATIENCE / tries)
                 return
         sys.exit(
@@ -90,13 +96,20 @@ def jupyter(project: Path) -> Iterator[str]:
     token = os.urandom(12).hex()
     command = ["jupyter", "lab", "--no-browser", "--ServerApp.port=0", "--allow-root"]
     options = [f"--ServerApp.root_dir={project}", f"--IdentityProvider.token={token}"]
-    own = {f"JUPYTER_{what}_DIR": str(project / f".{what.lower()}") for what in ("CONFIG", "RUNTIME")}
+    own = {
+        f"JUPYTER_{what}_DIR": str(project / f".{what.lower()}") for what in ("CONFIG", "RUNTIME")
+    }
     environment = {**os.environ, **own}  # no run of somebody else has a name that is in a picture
     server = subprocess.Popen(
-        [sys.executable, "-m", *command, *options], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", *command, *options],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
-        found = (re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)/", line) for line in server.stderr)
+        found = (
+            re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)/", line) for line in server.stderr
+        )
         port = next(match[1] for match in found if match)
         drain = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
         yield f"http://127.0.0.1:{port}/doc/tree/{{}}.ipynb?token={token}"
@@ -148,9 +161,15 @@ def take(page_of: Callable[[str, list[str]], Notebook]) -> None:
 
 def main() -> None:
     """Start JupyterLab and a browser, and take the pictures."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if chromium is None:
-        sys.exit("There is no Chromium: install it (Debian: apt-get install chromium fonts-dejavu-core)")
+        sys.exit(
+            "There is no Chromium: install it (Debian: apt-get install chromium fonts-dejavu-core)"
+        )
     with (
         tempfile.TemporaryDirectory() as folder,
         jupyter(Path(folder)) as address,

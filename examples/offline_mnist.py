@@ -34,7 +34,10 @@ def write(root: str | Path) -> Path:
     folder = Path(root) / "MNIST" / "raw"
     folder.mkdir(parents=True, exist_ok=True)
     images, labels = _digits()
-    for part, rows in {"train": slice(None, TRAIN_IMAGES), "t10k": slice(TRAIN_IMAGES, None)}.items():
+    for part, rows in {
+        "train": slice(None, TRAIN_IMAGES),
+        "t10k": slice(TRAIN_IMAGES, None),
+    }.items():
         _write_idx(folder / f"{part}-images-idx3-ubyte", images[rows])
         _write_idx(folder / f"{part}-labels-idx1-ubyte", labels[rows])
     return folder
@@ -43,8 +46,12 @@ def write(root: str | Path) -> Path:
 def _digits() -> tuple[np.ndarray, np.ndarray]:
     """Images, uint8 of shape (1797, 28, 28), and labels, uint8 of shape (1797,)."""
     bundle = load_digits()
-    small = torch.from_numpy(bundle.images).float().unsqueeze(1) * (255 / 16)  # grey levels are 0 … 16
-    large = torch.nn.functional.interpolate(small, size=(20, 20), mode="bilinear", align_corners=False)
+    small = torch.from_numpy(bundle.images).float().unsqueeze(1) * (
+        255 / 16
+    )  # grey levels are 0 … 16
+    large = torch.nn.functional.interpolate(
+        small, size=(20, 20), mode="bilinear", align_corners=False
+    )
     framed = torch.nn.functional.pad(large, (4, 4, 4, 4)).squeeze(1).round().to(torch.uint8).numpy()
     order = np.random.default_rng(SPLIT_SEED).permutation(len(framed))
     return framed[order], bundle.target.astype(np.uint8)[order]

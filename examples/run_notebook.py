@@ -30,7 +30,11 @@ class PrintingClient(NotebookClient):
         """Keep the newest text of what is updated in place, and print it when the cell is over."""
         if msg["msg_type"] == "update_display_data":
             self.updated = msg["content"]["data"].get("text/plain", "")
-        elif msg["msg_type"] == "status" and msg["content"]["execution_state"] == "idle" and self.updated:
+        elif (
+            msg["msg_type"] == "status"
+            and msg["content"]["execution_state"] == "idle"
+            and self.updated
+        ):
             print(self.updated, flush=True)
             self.updated = ""
         return super().process_message(msg, cell, cell_index)
@@ -73,7 +77,9 @@ def run(path: Path, out: Path, timeout: float | None) -> bool:
     try:
         client.execute()
     except (CellExecutionError, DeadKernelError, TimeoutError) as failure:
-        if not isinstance(failure, CellExecutionError):  # its traceback has been printed as an output
+        if not isinstance(
+            failure, CellExecutionError
+        ):  # its traceback has been printed as an output
             print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
         return False
     else:
@@ -88,7 +94,9 @@ def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("notebook", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("artefacts"), help="folder of the executed copy")
+    parser.add_argument(
+        "--out", type=Path, default=Path("artefacts"), help="folder of the executed copy"
+    )
     parser.add_argument("--timeout", type=float, help="seconds that a cell may take (no limit)")
     options = parser.parse_args()
     return 0 if run(options.notebook.resolve(), options.out, options.timeout) else 1

@@ -23,7 +23,14 @@ from typing import NamedTuple
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 
-MS_RDONLY, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x4, 0x20, 0x1000, 0x4000, 0x40000
+MS_RDONLY, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    0x1,
+    0x4,
+    0x20,
+    0x1000,
+    0x4000,
+    0x40000,
+)
 
 _NR_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -35,18 +42,33 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
-CAP_DAC_READ_SEARCH, CAP_SYS_MODULE, CAP_SYS_RAWIO, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 2, 16, 17, 19, 21
+CAP_DAC_READ_SEARCH, CAP_SYS_MODULE, CAP_SYS_RAWIO, CAP_SYS_PTRACE, CAP_SYS_ADMIN = (
+    2,
+    16,
+    17,
+    19,
+    21,
+)
 CAP_MKNOD, CAP_BPF, CAP_CHECKPOINT_RESTORE = 27, 39, 40
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 _ADVICE = {
-    ("unshare", errno.EPERM): "this user may not make namespaces: a container's seccomp profile, AppArmor "
+    (
+        "unshare",
+        errno.EPERM,
+    ): "this user may not make namespaces: a container's seccomp profile, AppArmor "
     "(kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a chroot refuses them",
-    ("mount", errno.EPERM): "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp",
+    (
+        "mount",
+        errno.EPERM,
+    ): "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp",
     ("mount_setattr", errno.ENOSYS): "the kernel is older than 5.12",
     ("landlock", errno.ENOSYS): "the kernel is older than 5.13 or built without Landlock",
-    ("landlock", errno.EOPNOTSUPP): "Landlock is built in but switched off at boot (lsm= lacks 'landlock')",
+    (
+        "landlock",
+        errno.EOPNOTSUPP,
+    ): "Landlock is built in but switched off at boot (lsm= lacks 'landlock')",
 }
 
 
@@ -70,7 +92,11 @@ def unshare(flags: int) -> None:
 
 def map_own_ids(uid: int, gid: int) -> None:
     """In a new user namespace: keep this user's own ids, and no others."""
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         Path(f"/proc/self/{name}").write_text(text)
 
 
@@ -112,11 +138,17 @@ def _enter_user_namespace() -> None:
 def mount(source: str | None, target: str, flags: int) -> None:
     """Bind, remount or change propagation: the call without a filesystem type."""
     source_bytes = None if source is None else os.fsencode(source)
-    check(libc.mount(source_bytes, os.fsencode(target), None, ctypes.c_ulong(flags), None), "mount", target)
+    check(
+        libc.mount(source_bytes, os.fsencode(target), None, ctypes.c_ulong(flags), None),
+        "mount",
+        target,
+    )
 
 
 class _MountAttr(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd"))
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")
+    )
 
 
 def mount_readonly(target: str) -> None:
@@ -157,7 +189,9 @@ def mounts() -> list[Mount]:
     lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
     return [
         Mount(
-            os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])),
+            os.fsdecode(
+                re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])
+            ),
             frozenset(fields[5].decode().split(",")),
         )
         for fields in lines
@@ -324,7 +358,11 @@ def kill_in(seconds: float) -> None:
     global _kill_timer
     if _kill_timer is None:
         event, timer = _Sigevent(None, signal.SIGKILL, 0), ctypes.c_void_p()
-        check(libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)), "timer", "")
+        check(
+            libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)),
+            "timer",
+            "",
+        )
         _kill_timer = timer
     spec = _Itimerspec(value=(int(seconds), int(seconds % 1 * 1e9)))
     check(libc.timer_settime(_kill_timer, 0, ctypes.byref(spec), None), "timer", f"{seconds} s")

@@ -38,9 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"taas {__version__}\n")
         return 0
     try:
-        with redirect_stdout(_TerminalStream(sys.stdout)), redirect_stderr(_TerminalStream(sys.stderr)):
+        with (
+            redirect_stdout(_TerminalStream(sys.stdout)),
+            redirect_stderr(_TerminalStream(sys.stderr)),
+        ):
             if words[:1] == ["run"] and words[1:] and not {"--help", "-h"} & set(words):
-                from taas.notebook.frontend import run_script  # it brings IPython, which no other verb needs
+                from taas.notebook.frontend import (
+                    run_script,
+                )  # it brings IPython, which no other verb needs
 
                 return 0 if run_script(words[1], shlex.join(words[2:])) else 1
             do(shlex.join(words), Frontend())

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from taas.errors import ConfigError, HeaderError
-from taas.header.arguments import TYPE_NAME, Kind, Option, choice, seconds, seconds_or_none, size, text_of
+from taas.header.arguments import (
+    TYPE_NAME,
+    Kind,
+    Option,
+    choice,
+    seconds,
+    seconds_or_none,
+    size,
+    text_of,
+)
 from taas.header.options import DEFAULTS, SETTINGS
 from taas.wording import nearest, refusal, shown, shown_path
 
@@ -38,9 +47,13 @@ class InstanceType:
 
     def __post_init__(self) -> None:
         if not TYPE_NAME.fullmatch(self.name):
-            raise ValueError("an instance type is called like g2.8: a letter, digits, a dot, digits")
+            raise ValueError(
+                "an instance type is called like g2.8: a letter, digits, a dot, digits"
+            )
         if self.vcpus < 1 or self.gpus < 0 or not self.vms or min(self.vms) < 1:
-            raise ValueError("vcpus is at least 1, gpus at least 0, and vms lists numbers such as [1, 2, 4]")
+            raise ValueError(
+                "vcpus is at least 1, gpus at least 0, and vms lists numbers such as [1, 2, 4]"
+            )
 
 
 _GPU_FAMILIES = (("g1", "V100", 8, (1, 2, 4)), ("g2", "A100", 28, (1, 2, 4, 8)))
@@ -84,7 +97,10 @@ _KEYS: Mapping[str, tuple[Kind, Any]] = {
     "engine.wait": (seconds_or_none, 600.0),
     "engine.idle": (seconds_or_none, 60.0),
     "keep.idle": (seconds, 1800.0),
-    "delivery.encrypt": (Kind("True|False", "true or false", "true", lambda text: text == "True"), True),
+    "delivery.encrypt": (
+        Kind("True|False", "true or false", "true", lambda text: text == "True"),
+        True,
+    ),
     "delivery.buffer": (size, None),
 }
 """The keys that no option of a header has: what each takes, and what holds without it."""
@@ -143,7 +159,11 @@ class Catalog:
         if not alike:
             return None if TYPE_NAME.fullmatch(name) else nearest(name, self.instances, 0.7)
         fit = max(
-            alike, key=lambda kind: (kind.gpus <= wanted, kind.gpus if kind.gpus <= wanted else -kind.gpus)
+            alike,
+            key=lambda kind: (
+                kind.gpus <= wanted,
+                kind.gpus if kind.gpus <= wanted else -kind.gpus,
+            ),
         )
         several = wanted // fit.gpus if fit.gpus else 1
         more = several in fit.vms and several > 1 and wanted % fit.gpus == 0
@@ -215,7 +235,9 @@ def _read(path: Path) -> dict[str, Any]:
             said = tomllib.load(file)
         [*_flat(said)]  # once, so that whatever is nested too deeply for either is told of here
     except (OSError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{path}: {' '.join(str(exc).split())}; correct the file or remove it") from exc
+        raise ConfigError(
+            f"{path}: {' '.join(str(exc).split())}; correct the file or remove it"
+        ) from exc
     return said
 
 
@@ -240,14 +262,26 @@ def _setting(key: str, value: Any, path: Path) -> Any:
     try:
         if key in SETTINGS and SETTINGS[key].repeats:
             items = value if isinstance(value, list) else [value]
-            return tuple(convert(item) if isinstance(item, str) else _refuse(item) for item in items)
+            return tuple(
+                convert(item) if isinstance(item, str) else _refuse(item) for item in items
+            )
         return convert(str(value))
     except ValueError:
         wrote = f"{path}: {key} = {shown(str(value))}"
-        near = None if isinstance(value, list | bool) and "," not in str(value) else convert.near(str(value))
+        near = (
+            None
+            if isinstance(value, list | bool) and "," not in str(value)
+            else convert.near(str(value))
+        )
         if key in SETTINGS and SETTINGS[key].repeats:
-            raise ConfigError(refusal(wrote, f'write ["{convert.instead}"]', convert.allowed)) from None
-        answer = f"did you mean {near}? Allowed is {convert.allowed}" if near else f"write {convert.instead}"
+            raise ConfigError(
+                refusal(wrote, f'write ["{convert.instead}"]', convert.allowed)
+            ) from None
+        answer = (
+            f"did you mean {near}? Allowed is {convert.allowed}"
+            if near
+            else f"write {convert.instead}"
+        )
         raise ConfigError(refusal(wrote, answer, "" if near else convert.allowed)) from None
 
 
@@ -261,7 +295,9 @@ def _instances(tables: Any, path: Path) -> dict[str, InstanceType]:
     types = {}
     for name, entry in tables.items() if isinstance(tables, dict) else [("", None)]:
         if not isinstance(entry, dict) or any(isinstance(value, dict) for value in entry.values()):
-            raise ConfigError(f'{path}: write [instances."g3.8"], with the dot of the name inside quotes')
+            raise ConfigError(
+                f'{path}: write [instances."g3.8"], with the dot of the name inside quotes'
+            )
         where = f'instances."{shown(name)}"'
         allowed = [f"{where}.{field.name}" for field in fields(InstanceType)[1:]]
         _refuse_unknown([f"{where}.{key}" for key in entry], allowed, path)
@@ -277,5 +313,7 @@ def _refuse_unknown(keys: list[str], allowed: list[str], path: Path) -> None:
         if key not in allowed:
             near = nearest(key, allowed, 0.6)
             section = [known for known in allowed if known.startswith(f"{key}.")]
-            answer = f"did you mean {near}?" if near else f"write one of {', '.join(section or allowed)}"
+            answer = (
+                f"did you mean {near}?" if near else f"write one of {', '.join(section or allowed)}"
+            )
             raise ConfigError(refusal(f"{path}: {shown(key)} is no key", answer))

@@ -85,7 +85,9 @@ def registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]
     for number, (loader, given, _) in enumerate(_registry.values()):
         variable = _variable_of(loader, namespace)
         free = (f"loader_{count}" for count in itertools.count(number))
-        name = given or next(name for name in itertools.chain([variable], free) if name and name not in taken)
+        name = given or next(
+            name for name in itertools.chain([variable], free) if name and name not in taken
+        )
         taken.add(name)
         named.append(Registration(name, loader, variable))
     return named
@@ -111,9 +113,13 @@ def _check_name(name: Any, replaced: Collection[int]) -> None:
             "taas.register(train), then taas.register(valid)"
         )
     if not name.isidentifier():
-        raise RegistrationError(f"{name!r} cannot be typed in --units. Choose a name= such as 'train'")
+        raise RegistrationError(
+            f"{name!r} cannot be typed in --units. Choose a name= such as 'train'"
+        )
     if any(name == entry.name and id(entry.loader) not in replaced for entry in registered()):
-        raise RegistrationError(f"another loader is registered as '{name}'. Choose a different name=")
+        raise RegistrationError(
+            f"another loader is registered as '{name}'. Choose a different name="
+        )
 
 
 def _check_iterable(loader: Any) -> None:

@@ -90,7 +90,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         # A change waits until the import, not the search: libraries look whether others are installed.
-        is_known = fullname in self.known and target is None  # a reload executes it anew in a notebook, too
+        is_known = (
+            fullname in self.known and target is None
+        )  # a reload executes it anew in a notebook, too
         waits = is_known or fullname in self.changes or fullname in self.arounds
         if not waits or getattr(self._finding, "name", "") == fullname:
             return None
@@ -164,7 +166,11 @@ _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
 def may_be_of_project(name: str) -> bool:
     """Tell whether an imported module may be one of a project: neither Python's nor an installed one."""
     file = attribute_of(name, "__file__") or ""
-    return file != "" and "site-packages" not in file and name.partition(".")[0] not in _NOT_OF_PROJECTS
+    return (
+        file != ""
+        and "site-packages" not in file
+        and name.partition(".")[0] not in _NOT_OF_PROJECTS
+    )
 
 
 _noted: dict[str, tuple[object, int]] = {}
@@ -196,7 +202,9 @@ def _reloaded_by_itself() -> set[str]:
     now: dict[str, float] = {**reloader.modules_mtimes}
     before = dict(_times_of_autoreload)
     _times_of_autoreload.update(now)
-    looked_at = {name for name, changed_at in now.items() if before.get(name, changed_at) != changed_at}
+    looked_at = {
+        name for name, changed_at in now.items() if before.get(name, changed_at) != changed_at
+    }
     return {name for name in looked_at if attribute_of(name, "__file__") not in reloader.failed}
 
 
@@ -230,7 +238,14 @@ def absolute_import_path(text: str) -> str:
     return os.pathsep.join(map(os.path.abspath, folders))
 
 
-_FOLDERS = ("HOME", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "TMPDIR", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR")
+_FOLDERS = (
+    "HOME",
+    "JUPYTER_DATA_DIR",
+    "JUPYTER_RUNTIME_DIR",
+    "TMPDIR",
+    "XDG_CONFIG_HOME",
+    "XDG_RUNTIME_DIR",
+)
 
 
 def keep_paths() -> None:

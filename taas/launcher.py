@@ -79,7 +79,9 @@ def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunR
         raise
 
 
-def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue: bool) -> RunRecord | None:
+def _launch(
+    spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue: bool
+) -> RunRecord | None:
     global _kept
     project = project_folder() if left is None else Path(left.record.project)
     missing_shared(project, spec.shared)
@@ -94,12 +96,20 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue
     known = registered(shell.user_ns)
     loaders = known if spec.data_vms else []
     names = partial(
-        capture, cell, shell.user_ns, shell, project=project, returned=spec.returned, size=spec.world_size
+        capture,
+        cell,
+        shell.user_ns,
+        shell,
+        project=project,
+        returned=spec.returned,
+        size=spec.world_size,
     )
     with delivering(loaders), ExitStack() as captures:
         kept = left.names if left else None
         anew = [entry.loader for entry in known]
-        captured = captures.enter_context(names(kept=kept, anew=anew, for_data=bool(loaders and not left)))
+        captured = captures.enter_context(
+            names(kept=kept, anew=anew, for_data=bool(loaders and not left))
+        )
         say(*loaders_in_use(loaders, captured.names))
         delivery = None
         if loaders:  # data processes lack what kept ranks hold
@@ -119,7 +129,9 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue
                 if spec.returned != ():  # else nothing of it will change in the notebook
                     pending.hold(record, captured, loaders)
                 return record
-            if spec.keep:  # the cell changes what they have; until then an interrupt leaves it known
+            if (
+                spec.keep
+            ):  # the cell changes what they have; until then an interrupt leaves it known
                 _kept = None
             ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:

@@ -26,7 +26,9 @@ _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
 
 try:
     from taas.header.completion import header_matcher
-except ImportError:  # IPython 7, as on Colab: its matchers do not see the cell, so there is no Tab in headers
+except (
+    ImportError
+):  # IPython 7, as on Colab: its matchers do not see the cell, so there is no Tab in headers
     _MATCHERS = []
 else:
     _MATCHERS = [header_matcher]
@@ -68,7 +70,9 @@ def headed_cell(lines: list[str]) -> list[str]:
 
 
 def _is_setup_magic(line: str) -> bool:
-    return _MAGIC_LINE.match(line) is not None and is_setup(parse_magic_line(line.removeprefix("%%taas")))
+    return _MAGIC_LINE.match(line) is not None and is_setup(
+        parse_magic_line(line.removeprefix("%%taas"))
+    )
 
 
 def _note_setup(result: Any) -> None:
@@ -103,7 +107,10 @@ class TaasMagics(Magics):
         if line.strip():
             twice = "%%taas with options above #!TYPE or #pragma taas: leave one of the two out"
             header = replace(parse_magic_line(line), problem=None if header is None else twice)
-        header, cell = header or parse_magic_line(line), cell if header and not header.magic else "\n" + cell
+        header, cell = (
+            header or parse_magic_line(line),
+            cell if header and not header.magic else "\n" + cell,
+        )
         try:
             run: RunHandle | None = _frontend().run_cell(header, cell, self.shell)
         except HeaderError as error:
@@ -140,7 +147,9 @@ def activate(shell: Any) -> None:
         shell.events.register("post_run_cell", _note_setup)
         _tell_late_header(shell)
         if hasattr(shell, "kernel"):
-            from taas.notebook.comms import let_comms_travel  # not every IPython has the package comm
+            from taas.notebook.comms import (
+                let_comms_travel,
+            )  # not every IPython has the package comm
 
             let_comms_travel()
 
@@ -156,7 +165,10 @@ def _release_what_is_left(_result: object) -> None:
     """After the cell that has unloaded taas: end what waits, and ranks that stay, unless it loads taas again (``%reload_ext``)."""
     shell = get_ipython()
     shell.events.unregister("post_run_cell", _release_what_is_left)
-    if headed_cell not in shell.input_transformers_cleanup and "taas.notebook.supervised" in sys.modules:
+    if (
+        headed_cell not in shell.input_transformers_cleanup
+        and "taas.notebook.supervised" in sys.modules
+    ):
         _frontend().release_ahead()
 
 
@@ -177,7 +189,9 @@ def deactivate(shell: Any) -> None:
         shell.input_transformers_cleanup.remove(headed_cell)
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("taas", None)
-        shell.register_magic_function(shell.find_line_magic("debug").__self__._native_debug, "line", "debug")
+        shell.register_magic_function(
+            shell.find_line_magic("debug").__self__._native_debug, "line", "debug"
+        )
         shell.Completer.custom_matchers[:] = (
             m for m in shell.Completer.custom_matchers if m not in _MATCHERS
         )

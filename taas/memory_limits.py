@@ -56,7 +56,9 @@ def memory_left() -> Memory:
     machine = psutil.virtual_memory()
     found = [Memory(machine.available, machine.total)]
     for version, folder in _groups():
-        with suppress(OSError, ValueError):  # the root of version 2 has no limit; "max" is no number
+        with suppress(
+            OSError, ValueError
+        ):  # the root of version 2 has no limit; "max" is no number
             found.append(_left_in(version, folder))
     tightest = min(found, key=lambda memory: memory.free)
     return Memory(max(0, tightest.free), min(tightest.total, machine.total))

@@ -53,7 +53,9 @@ class Watch:
     ``sealed`` files, by memfd_create(2)'s name for them, are watched. ``before`` is closed: what both have costs little.
     """
 
-    def __init__(self, spans: Iterable[Span], sealed: str = "", before: Watch | None = None) -> None:
+    def __init__(
+        self, spans: Iterable[Span], sealed: str = "", before: Watch | None = None
+    ) -> None:
         self._pid, self._fd = os.getpid(), -1
         self._pieces: list[Span] = []
         if before is not None and before._pid == self._pid:
@@ -64,7 +66,9 @@ class Watch:
             self._begin(_pieces(wanted.values(), sealed) if wanted else [])
         except OSError:  # another kernel, or a container that refuses it
             self.close()
-        self.inner = {span: inner for span, inner in wanted.items() if _is_within(self._pieces, inner)}
+        self.inner = {
+            span: inner for span, inner in wanted.items() if _is_within(self._pieces, inner)
+        }
 
     def _begin(self, pieces: list[Span]) -> None:
         self._end({*self._pieces}.difference(pieces))
@@ -74,10 +78,14 @@ class Watch:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             for start, end in sorted(pieces):
                 with suppress(OSError):  # another one watches it, or there are too many mappings
-                    fcntl.ioctl(self._fd, _REGISTER, struct.pack("=4Q", start, end - start, _MODE_WP, 0))
+                    fcntl.ioctl(
+                        self._fd, _REGISTER, struct.pack("=4Q", start, end - start, _MODE_WP, 0)
+                    )
                     _scan(pagemap.fileno(), _PROTECT | _ALL_WATCHED, start, end, _IS_WRITTEN)
                     self._pieces.append((start, end))
-        if _has_pinned_pages():  # what is pinned from now on is written to, as far as the system knows
+        if (
+            _has_pinned_pages()
+        ):  # what is pinned from now on is written to, as far as the system knows
             self.close()
 
     def _end(self, pieces: Iterable[Span]) -> None:
@@ -121,19 +129,46 @@ def _protected(pagemap: int, start: int, end: int) -> list[Span]:
     found: list[Span] = []
     while start < end:
         start, some = _scan(
-            pagemap, 0, start, end, _IS_ALLOWED | _IS_WRITTEN, _IS_WRITTEN, _IS_PRESENT | _IS_SWAPPED, 512
+            pagemap,
+            0,
+            start,
+            end,
+            _IS_ALLOWED | _IS_WRITTEN,
+            _IS_WRITTEN,
+            _IS_PRESENT | _IS_SWAPPED,
+            512,
         )
         found += some
     return found
 
 
 def _scan(
-    pagemap: int, flags: int, start: int, end: int, all_of: int, but: int = 0, any_of: int = 0, room: int = 0
+    pagemap: int,
+    flags: int,
+    start: int,
+    end: int,
+    all_of: int,
+    but: int = 0,
+    any_of: int = 0,
+    room: int = 0,
 ) -> tuple[int, list[Span]]:
     """Look at pages with all of some marks (but for those: without them) and any of others; return the next page, and them."""
     found = (ctypes.c_uint64 * (3 * room))()
     at = ctypes.addressof(found) if room else 0
-    fields = (_SCAN.size, flags, start, end, 0, at, room, 0, but, all_of, any_of, _IS_ALLOWED if room else 0)
+    fields = (
+        _SCAN.size,
+        flags,
+        start,
+        end,
+        0,
+        at,
+        room,
+        0,
+        but,
+        all_of,
+        any_of,
+        _IS_ALLOWED if room else 0,
+    )
     argument = bytearray(_SCAN.pack(*fields))
     count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, argument)
     return _SCAN.unpack(argument)[4], [(found[n], found[n + 1]) for n in range(0, 3 * count, 3)]
@@ -160,7 +195,9 @@ def _is_within(spans: list[Span], span: Span) -> bool:
 def _pieces(wanted: Iterable[Span], sealed: str) -> list[Span]:
     """Return what of memory can be watched, the largest first."""
     own, has_devices = _own_memory(sealed)
-    found = [span for span in wanted if _is_within(own, span) and not (has_devices and _is_pinned(*span))]
+    found = [
+        span for span in wanted if _is_within(own, span) and not (has_devices and _is_pinned(*span))
+    ]
     return sorted(found, key=lambda piece: piece[0] - piece[1])[:_MOST]
 
 

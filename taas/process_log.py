@@ -66,7 +66,9 @@ def how_it_broke(supervisor: int) -> str:
         return ""
     text = text.rpartition(f"process {supervisor} on ")[2]  # an earlier one may have had this id
     _, broke, rest = text.rpartition(f"{BROKE_DOWN}\n")
-    traceback = re.split(r"^\d{4}-\d\d-\d\d ", rest, maxsplit=1, flags=re.MULTILINE)[0] if broke else ""
+    traceback = (
+        re.split(r"^\d{4}-\d\d-\d\d ", rest, maxsplit=1, flags=re.MULTILINE)[0] if broke else ""
+    )
     return traceback.strip().rpartition("\n")[2]
 
 

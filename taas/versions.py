@@ -43,7 +43,11 @@ def differing_versions(there: dict[str, str], here: dict[str, str]) -> str:
     for name, ours in here.items():
         theirs, count = there.get(name, ""), _PARTS.get(name, 1)
         if _series(theirs, count) != _series(ours, count):
-            install = "" if name == "python" else f'; run `pip install "{name}=={ours.split("+")[0]}"` there'
+            install = (
+                ""
+                if name == "python"
+                else f'; run `pip install "{name}=={ours.split("+")[0]}"` there'
+            )
             return f"the notebook has {name} {ours or 'not'}, the VM {theirs or 'not'}{install}"
     return ""
 

@@ -49,7 +49,17 @@ def _library() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="accounting-"))
     library = folder / "libcuda.so.1"
     source = Path(__file__).with_name("accounting_cuda.c")
-    command = ["cc", "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{library.name}", "-o", library, source]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-w",
+        f"-Wl,-soname,{library.name}",
+        "-o",
+        library,
+        source,
+    ]
     subprocess.run(command, check=True)
     return library
 
@@ -80,9 +90,14 @@ def accounts_of(
     found = {}
     for name in programs:
         account = folder / name
-        calls = [line.split() for line in account.read_text().splitlines()] if account.exists() else []
+        calls = (
+            [line.split() for line in account.read_text().splitlines()] if account.exists() else []
+        )
         lines = Path(f"{account}.lines").read_text().splitlines()
-        found[name] = lines, [Call(int(thread), what, int(device)) for thread, what, device in calls]
+        found[name] = (
+            lines,
+            [Call(int(thread), what, int(device)) for thread, what, device in calls],
+        )
     return found
 
 

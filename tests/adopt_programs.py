@@ -30,7 +30,9 @@ class Reference(nn.Module):
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         outputs = []
         for index, (own_args, own_kwargs) in enumerate(parts):
-            buffers = {} if index == 0 else {name: buffer.clone() for name, buffer in before.items()}
+            buffers = (
+                {} if index == 0 else {name: buffer.clone() for name, buffer in before.items()}
+            )
             outputs.append(torch.func.functional_call(self.module, buffers, own_args, own_kwargs))
         return self._gather(outputs)
 
@@ -40,7 +42,9 @@ class Reference(nn.Module):
         if isinstance(value, (tuple, list)) and value:
             return [type(value)(parts) for parts in zip(*map(self._scatter, value), strict=False)]
         if isinstance(value, dict) and value:
-            return [dict(parts) for parts in zip(*map(self._scatter, list(value.items())), strict=False)]
+            return [
+                dict(parts) for parts in zip(*map(self._scatter, list(value.items())), strict=False)
+            ]
         return [value] * self.slices
 
     def _gather(self, outputs: list[Any]) -> Any:
@@ -87,14 +91,20 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return losses, [p.detach() for p in model.parameters()], [b.detach().double() for b in model.buffers()]
+    return (
+        losses,
+        [p.detach() for p in model.parameters()],
+        [b.detach().double() for b in model.buffers()],
+    )
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def simple(rows: int, make: Callable[[], nn.Module], loss_of: Callable[..., Tensor] = cross_entropy) -> Any:
+def simple(
+    rows: int, make: Callable[[], nn.Module], loss_of: Callable[..., Tensor] = cross_entropy
+) -> Any:
     def run(parallel: Parallel) -> Any:
         torch.manual_seed(3)
         model = parallel(make())
@@ -144,9 +154,13 @@ def _of_dict(model, x, y):
     return F.cross_entropy(out["logits"], y) + out["hidden"][0].pow(2).mean()
 
 
-PROGRAMS["tuple_output"] = simple(7, lambda: two_layers(lambda m, x: (m.b(m.a(x)), m.a(x), None)), _of_tuple)
+PROGRAMS["tuple_output"] = simple(
+    7, lambda: two_layers(lambda m, x: (m.b(m.a(x)), m.a(x), None)), _of_tuple
+)
 PROGRAMS["dict_output"] = simple(
-    7, lambda: two_layers(lambda m, d: {"logits": m.b(m.a(d["x"])), "hidden": [m.a(d["x"])]}), _of_dict
+    7,
+    lambda: two_layers(lambda m, d: {"logits": m.b(m.a(d["x"])), "hidden": [m.a(d["x"])]}),
+    _of_dict,
 )
 
 
@@ -184,7 +198,9 @@ PROGRAMS["tied_weights"] = simple(7, _tied)
 def _checkpointed():
     def forward(m, x):
         x = m.a(x)
-        return m.b(checkpoint(torch.tanh, x, use_reentrant=False) + checkpoint(m.c, x, use_reentrant=True))
+        return m.b(
+            checkpoint(torch.tanh, x, use_reentrant=False) + checkpoint(m.c, x, use_reentrant=True)
+        )
 
     return Inner(forward, a=nn.Linear(6, 16), b=nn.Linear(16, 3), c=nn.Linear(16, 16))
 

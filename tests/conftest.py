@@ -135,7 +135,13 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         for name in list(os.environ):
             if name.startswith(("TAAS_", "MASTER_", "TORCHELASTIC_", "JPY_")) or name in _OF_A_RUN:
                 patch.delenv(name)
-        for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "XDG_CONFIG_HOME", "TMPDIR"):
+        for name in (
+            "JUPYTER_RUNTIME_DIR",
+            "JUPYTER_DATA_DIR",
+            "IPYTHONDIR",
+            "XDG_CONFIG_HOME",
+            "TMPDIR",
+        ):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
         patch.setattr(tempfile, "tempdir", None)
         yield
@@ -146,7 +152,9 @@ def alive_below() -> set[int]:
     found = set()
     for child in psutil.Process().children(recursive=True):
         try:
-            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
+            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
+                child.cmdline()
+            ):
                 found.add(child.pid)
         except psutil.NoSuchProcess:
             continue
@@ -157,7 +165,8 @@ def _of_shared(process: psutil.Process, before: set[int]) -> bool:
     """Whether a supervisor that was there before has it: a notebook shared by several tests warms up meanwhile."""
     try:
         return any(
-            parent.pid in before and "taas.supervisor" in parent.cmdline() for parent in process.parents()
+            parent.pid in before and "taas.supervisor" in parent.cmdline()
+            for parent in process.parents()
         )
     except psutil.NoSuchProcess:
         return False
@@ -165,7 +174,9 @@ def _of_shared(process: psutil.Process, before: set[int]) -> bool:
 
 def _left(before: set[int]) -> list[str]:
     """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
-    processes = [process for process in there(alive_below() - before) if not _of_shared(process, before)]
+    processes = [
+        process for process in there(alive_below() - before) if not _of_shared(process, before)
+    ]
     commands = []
     for process in psutil.wait_procs(processes, 90)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -209,7 +220,11 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     threads = set(threading.enumerate())
     with contextlib.nullcontext() if shared else leaves_nothing("the test"):
         yield
-        late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+        late = [
+            thread
+            for thread in threading.enumerate()
+            if thread not in threads and not thread.daemon
+        ]
         for thread in late:
             thread.join(30)
         assert not any(thread.is_alive() for thread in late), f"threads left: {late}"
@@ -278,7 +293,9 @@ def notebook(kernel: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Note
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayCluster]:
     """Ray nodes with addresses and files of their own, which offer what the module's ``NODES`` says."""
     missing = why_not()
     if missing:

@@ -58,7 +58,9 @@ class Child:
 
     def __init__(self, main: Callable[[Any], None], config: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # this process's threads: the child uses none
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # this process's threads: the child uses none
             self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -83,7 +85,9 @@ class Child:
 class Rank:
     """A forked rank that runs ``body(rank, loaders)``."""
 
-    def __init__(self, config: DeliveryConfig, rank: int, payload: int, body: Callable[..., Any]) -> None:
+    def __init__(
+        self, config: DeliveryConfig, rank: int, payload: int, body: Callable[..., Any]
+    ) -> None:
         self._reader, writer = multiprocessing.Pipe(duplex=False)
         self.pid = os.fork()
         if self.pid == 0:
@@ -138,7 +142,13 @@ class DeliveryRun:
         self._folder = make_short_folder()
         folder = self._folder if shared else ""
         self.config = DeliveryConfig(
-            new_keys(holders(ranks, vms + 1)), ranks, slab, folder, encrypt=encrypt, hosts=vms, **config
+            new_keys(holders(ranks, vms + 1)),
+            ranks,
+            slab,
+            folder,
+            encrypt=encrypt,
+            hosts=vms,
+            **config,
         )
         self._places = places
         self.payload = f"/proc/{os.getpid()}/fd/{self._captured.fd}"
@@ -181,7 +191,11 @@ class DeliveryRun:
             while self._unheard:
                 report = self._unheard.popleft()
                 self.reports.append(report)
-                if isinstance(report, HostLost) and self.config.folder and report.vm not in self._seen_ended:
+                if (
+                    isinstance(report, HostLost)
+                    and self.config.folder
+                    and report.vm not in self._seen_ended
+                ):
                     child = self.children[1 + report.vm]  # which its agent would end now
                     os.kill(child.pid, signal.SIGKILL)
                     select.select([child.pidfd], [], [])
@@ -203,7 +217,8 @@ class DeliveryRun:
 
     def start_ranks(self, body: Callable[..., Any]) -> list[Rank]:
         configs = [
-            replace(self.told(Peer("rank", rank)), places=self._places or {}) for rank in range(self.n)
+            replace(self.told(Peer("rank", rank)), places=self._places or {})
+            for rank in range(self.n)
         ]
         return [Rank(config, rank, self._captured.fd, body) for rank, config in enumerate(configs)]
 
@@ -230,7 +245,9 @@ class DeliveryRun:
 
     def __exit__(self, *_: object) -> None:
         self.reports += [*self._unheard, *self.coordinator.close()]
-        self.places = [report.places for report in self.reports if isinstance(report, ProgressReport)][-1]
+        self.places = [
+            report.places for report in self.reports if isinstance(report, ProgressReport)
+        ][-1]
         for child in self.children:
             child.end()
         self._captured.close()

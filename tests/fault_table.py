@@ -98,7 +98,9 @@ def table() -> list[Fault]:
     stopped = [
         Fault(state, who, "SIGSTOP", then, ("KeyboardInterrupt",) if then == "interrupt" else ("",))
         for state, who, then in (
-            *itertools.product(("starting", "training"), (*HELPERS, "rank 0", "rank 1"), ("interrupt",)),
+            *itertools.product(
+                ("starting", "training"), (*HELPERS, "rank 0", "rank 1"), ("interrupt",)
+            ),
             *itertools.product(("ending",), (*HELPERS, "rank 0"), ("interrupt",)),
             *itertools.product(("delivering",), DATA_HELPERS, ("interrupt",)),
             ("delivering", "worker", "goes on"),
@@ -121,15 +123,30 @@ def table() -> list[Fault]:
     ]
     killed += [
         Fault("training", "rank 1", "SIGKILL", "goes on", failed, "rank 1 was killed by SIGKILL"),
-        Fault("delivering", "coordinator", "SIGKILL", "goes on", ("RunLost", "CellFailed"), "coordinator"),
         Fault(
-            "delivering", "planner", "SIGKILL", "goes on", ("", *lost, *failed), "the process that iterates"
+            "delivering",
+            "coordinator",
+            "SIGKILL",
+            "goes on",
+            ("RunLost", "CellFailed"),
+            "coordinator",
+        ),
+        Fault(
+            "delivering",
+            "planner",
+            "SIGKILL",
+            "goes on",
+            ("", *lost, *failed),
+            "the process that iterates",
         ),
         Fault("delivering", "pool", "SIGKILL", "goes on", ("",)),
         Fault("delivering", "worker", "SIGKILL", "goes on", ("",)),
         *(Fault("idle", who, "SIGKILL", "goes on", ("",)) for who in (*HELPERS, "spare")),
         *(Fault("kept", who, "SIGKILL", "goes on", ("",)) for who in HELPERS),
-        *(Fault("kept", who, "SIGKILL", "goes on", ("", *lost, *failed)) for who in ("rank 0", "rank 1")),
+        *(
+            Fault("kept", who, "SIGKILL", "goes on", ("", *lost, *failed))
+            for who in ("rank 0", "rank 1")
+        ),
     ]
     starved = [
         Fault("training", "agent", "EMFILE", "goes on", ("", *lost)),
@@ -166,7 +183,9 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = itertools.count()
-        self._place = self._signs = Path(f"{folder}-signs")  # outside the project, where all ranks may write
+        self._place = self._signs = Path(
+            f"{folder}-signs"
+        )  # outside the project, where all ranks may write
         self._state = ""
         self._starved: list[tuple[psutil.Process, tuple[int, int]]] = []
         self._open()
@@ -220,7 +239,9 @@ class Stage:
         if who == "coordinator":
             return [one for one in found.others if "taas.delivery.coordinator" in one.cmdline()]
         if who == "data agent":
-            return [agent for agent in found.agents if any(agent in pool.parents() for pool in pools)]
+            return [
+                agent for agent in found.agents if any(agent in pool.parents() for pool in pools)
+            ]
         by_role = {
             "supervisor": found.supervisor,
             "agent": found.agents,

@@ -57,7 +57,9 @@ class Ran:
     @property
     def own(self) -> str:
         """Standard output without taas' own lines."""
-        return "".join(line for line in self.stdout.splitlines(True) if not line.startswith("taas: "))
+        return "".join(
+            line for line in self.stdout.splitlines(True) if not line.startswith("taas: ")
+        )
 
     def take(self, message: dict[str, Any]) -> None:
         """Add one message of the kernel."""
@@ -108,7 +110,10 @@ class Notebook:
     """
 
     def __init__(
-        self, folder: Path, manager: KernelManager | None = None, environ: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        manager: KernelManager | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self._manager = manager or KernelManager(kernel_name="python3")
@@ -131,7 +136,9 @@ class Notebook:
         """Have it as it was when this was first called, in another folder."""
         self._as_started = self._as_started or self.good(_STATE).own
         self.folder = folder
-        self.good(f"%taas release\n{_RENEW.format(state=self._as_started.strip(), folder=str(folder))}")
+        self.good(
+            f"%taas release\n{_RENEW.format(state=self._as_started.strip(), folder=str(folder))}"
+        )
         # ``%reset`` takes ``__spec__`` away, which multiprocessing asks for where it does not fork (Python 3.14)
         self.good("%reset -f\n__spec__ = None")
 
@@ -145,7 +152,9 @@ class Notebook:
         self._ran, self._ended = Ran(), False
         content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
         content |= {"user_expressions": {}, "stop_on_error": False}
-        message = self._client.session.msg("execute_request", content, metadata={"cellId": identity})
+        message = self._client.session.msg(
+            "execute_request", content, metadata={"cellId": identity}
+        )
         self._client.shell_channel.send(message)
         self._pending = message["header"]["msg_id"]
 
@@ -178,7 +187,9 @@ class Notebook:
                 pass
         except queue.Empty:
             shown = replace(self._ran, updates=self._ran.updates[-1:], shown=[])
-            raise AssertionError(f"the cell has not ended in {seconds} s: {shown}\n{_stacks()}") from None
+            raise AssertionError(
+                f"the cell has not ended in {seconds} s: {shown}\n{_stacks()}"
+            ) from None
         reply = self._client.get_shell_msg(timeout=30)
         while reply["parent_header"].get("msg_id") != self._pending:
             reply = self._client.get_shell_msg(timeout=30)
@@ -218,7 +229,9 @@ class Notebook:
         """Take in what the kernel says, if it is of the cell that was started."""
         if message["parent_header"].get("msg_id") == self._pending:
             self._ran.take(message)
-            self._ended |= message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
+            self._ended |= (
+                message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
+            )
 
     def good(self, code: str, seconds: float = 120) -> Ran:
         """Execute a cell that has to succeed."""
@@ -246,9 +259,13 @@ class Notebook:
 
     def processes(self) -> Processes:
         """Return what taas runs for this notebook: descendants of this process, which adopts orphans."""
-        found: dict[str, list[psutil.Process]] = {name: [] for name in Processes.__dataclass_fields__}
+        found: dict[str, list[psutil.Process]] = {
+            name: [] for name in Processes.__dataclass_fields__
+        }
         table = [
-            row for child in psutil.Process().children(recursive=True) if (row := _row(child)) is not None
+            row
+            for child in psutil.Process().children(recursive=True)
+            if (row := _row(child)) is not None
         ]
         commands = {process.pid: command for process, command, _, _ in table}
 
@@ -285,7 +302,11 @@ class Notebook:
 def terminal(*words: str) -> subprocess.CompletedProcess[str]:
     """Run ``taas`` in a terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "taas.cli", *words], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "taas.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 

@@ -79,7 +79,9 @@ def run_ranks(
     outcomes = launch(function, world, *args, **how)
     if fails:
         return outcomes
-    broken = [f"rank {r}: {o.error} {o.trace}" for r, o in enumerate(outcomes) if o.error or o.exit_code]
+    broken = [
+        f"rank {r}: {o.error} {o.trace}" for r, o in enumerate(outcomes) if o.error or o.exit_code
+    ]
     assert not broken, "\n".join(broken)
     return [outcome.value for outcome in outcomes]
 
@@ -188,7 +190,9 @@ def _rank(
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as a rank has it, which is forked as these are
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # as a rank has it, which is forked as these are
     local = int(environment["LOCAL_WORLD_SIZE"])
     outcome = Outcome()
     if devices:
@@ -215,14 +219,20 @@ def _rank(
     try:
         outcome.value = function(*args)
     except BaseException as error:
-        outcome.error, outcome.text, outcome.trace = type(error).__name__, str(error), traceback.format_exc()
+        outcome.error, outcome.text, outcome.trace = (
+            type(error).__name__,
+            str(error),
+            traceback.format_exc(),
+        )
     if not outcome.error:
         adopt.finish()
     faulthandler.cancel_dump_traceback_later()
     try:
         pipe.send(outcome)
     except Exception as error:  # a value that doesn't pickle is the test's mistake; say it there
-        pipe.send(Outcome(error=type(error).__name__, text=str(error), trace=traceback.format_exc()))
+        pipe.send(
+            Outcome(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
+        )
     pipe.close()
 
 

@@ -43,7 +43,9 @@ class AutoscaledCluster:
     """
 
     def __enter__(self) -> AutoscaledCluster:
-        self.folder = Path(tempfile.mkdtemp(prefix="ras", dir="/tmp"))  # short: Ray's sockets are below it
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="ras", dir="/tmp")
+        )  # short: Ray's sockets are below it
         port = _free_port()
         self.address = f"127.0.0.1:{port}"
         self.environ = {
@@ -76,8 +78,12 @@ class AutoscaledCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        prefer(self._head.pid, -15)  # the 30 s that Ray gives itself are too short on a loaded machine
-        until(lambda: "Ray runtime started" in self._log.read_text() or self._head.poll() is not None)
+        prefer(
+            self._head.pid, -15
+        )  # the 30 s that Ray gives itself are too short on a loaded machine
+        until(
+            lambda: "Ray runtime started" in self._log.read_text() or self._head.poll() is not None
+        )
         assert self._head.poll() is None, self._log.read_text()
         prefer(self._head.pid, 0)
         return self
@@ -86,8 +92,15 @@ class AutoscaledCluster:
         nodes = {}
         for name, has in _TYPES.items():
             resources = {**has, "object_store_memory": _MEMORY}
-            nodes[name] = {"resources": resources, "node_config": {}, "min_workers": 0, "max_workers": 2}
-        switches = "launch_multiple use_node_id_as_ip disable_node_updaters disable_launch_config_check"
+            nodes[name] = {
+                "resources": resources,
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": 2,
+            }
+        switches = (
+            "launch_multiple use_node_id_as_ip disable_node_updaters disable_launch_config_check"
+        )
         provider = {
             "type": "external",
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
@@ -116,7 +129,9 @@ class AutoscaledCluster:
         found = []
         for process in psutil.Process(self._head.pid).children(recursive=True):
             try:
-                if process.name() == "raylet" and any(f"{kind},1" in word for word in process.cmdline()):
+                if process.name() == "raylet" and any(
+                    f"{kind},1" in word for word in process.cmdline()
+                ):
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue
@@ -143,4 +158,6 @@ class AutoscaledCluster:
         # nodes are in its group; upon SIGTERM it takes more than 20 s
         os.killpg(self._head.pid, signal.SIGKILL)
         self._head.wait(20)
-        subprocess.run(["rm", "-rf", str(self.folder)], check=True)  # the nodes, too, remove what is theirs
+        subprocess.run(
+            ["rm", "-rf", str(self.folder)], check=True
+        )  # the nodes, too, remove what is theirs

@@ -37,9 +37,7 @@ _START_SECONDS, _TRIES = 150.0, 3
 _ROOT = Path(__file__).resolve().parent.parent
 # Ray runs under this process 1, which reaps what is orphaned, says when Ray is up, and ends at end-of-file.
 _INIT = 'exec 3<&0; "$@" </dev/null >&2 && echo up || echo failed; cat <&3 & wait'
-_HOLD = (
-    'set -e; for place in "$@"; do mount -t tmpfs none "$place"; done; mkdir -p "$HOME"; echo up; exec cat'
-)
+_HOLD = 'set -e; for place in "$@"; do mount -t tmpfs none "$place"; done; mkdir -p "$HOME"; echo up; exec cat'
 
 
 def why_not() -> str:
@@ -101,7 +99,9 @@ class Node:
         for _ in range(_TRIES):
             self.kill()
             self._ray = self._start_ray()
-            prefer(self._ray.pid, -15)  # the 30 s that Ray gives itself are too short on a loaded machine
+            prefer(
+                self._ray.pid, -15
+            )  # the 30 s that Ray gives itself are too short on a loaded machine
             up = _line(self._ray, _START_SECONDS) == "up"
             prefer(self._ray.pid, 0)
             if up:
@@ -116,11 +116,24 @@ class Node:
             *(str(Path(sys.executable).with_name("ray")), "start", *place),
             *("--disable-usage-stats", "--include-log-monitor=false"),
             *(f"--node-ip-address={self.address}", f"--object-store-memory={_OBJECT_STORE}"),
-            *(f"--num-cpus={self.resources.get('CPU', 1):g}", f"--num-gpus={self.resources.get('GPU', 0):g}"),
+            *(
+                f"--num-cpus={self.resources.get('CPU', 1):g}",
+                f"--num-gpus={self.resources.get('GPU', 0):g}",
+            ),
             f"--resources={json.dumps(own)}",
             f"--temp-dir={self._cluster.folder / 'ray' if self.number == 0 else '/tmp/ray'}",
         ]
-        inner = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _INIT, "init"]
+        inner = [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            _INIT,
+            "init",
+        ]
         with self.log.open("w") as log:
             return subprocess.Popen(
                 self.command(*inner, *arguments),
@@ -188,7 +201,10 @@ class Switch:
         ip("link", "add", f"port{number}", "netns", str(self._holder.pid), "type", "veth",
             "peer", "name", "eth0", "netns", str(pid))  # fmt: skip
         self._ip("link", "set", f"port{number}", "master", "bridge", "up")
-        for device, extra in (("lo", []), ("eth0", ["address", "add", f"{address}/24", "dev", "eth0"])):
+        for device, extra in (
+            ("lo", []),
+            ("eth0", ["address", "add", f"{address}/24", "dev", "eth0"]),
+        ):
             if extra:
                 ip(*extra, namespace=pid)
             ip("link", "set", device, "up", namespace=pid)
@@ -217,7 +233,10 @@ class RayCluster:
     """
 
     def __init__(self, nodes: Sequence[Mapping[str, float]], hidden: Sequence[Path] = ()) -> None:
-        self._offers, self.hidden = nodes, [str(path) for path in hidden if not path.is_relative_to("/tmp")]
+        self._offers, self.hidden = (
+            nodes,
+            [str(path) for path in hidden if not path.is_relative_to("/tmp")],
+        )
         self.nodes: list[Node] = []
         self.address = f"{_SUBNET}.1:{_PORT}"
         self.environ = _clean_environment()
@@ -265,7 +284,9 @@ class RayCluster:
         )
         manager.there, manager.project = self.head, folder
         return Notebook(
-            folder, manager, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.environ["RAY_AUTH_TOKEN"]}
+            folder,
+            manager,
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.environ["RAY_AUTH_TOKEN"]},
         )
 
 
@@ -277,7 +298,9 @@ class KernelThere(KernelManager):
 
     def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:
         """The kernel's command line, run on the node."""
-        return self.there.command(*super().format_kernel_cmd(extra_arguments), folder=str(self.project))
+        return self.there.command(
+            *super().format_kernel_cmd(extra_arguments), folder=str(self.project)
+        )
 
 
 def _clean_environment() -> dict[str, str]:
@@ -311,7 +334,11 @@ def hold(
 def _line(process: subprocess.Popen[str], seconds: float) -> str:
     """The next line a process prints; empty when it ends or says nothing for so long."""
     assert process.stdout is not None
-    return process.stdout.readline().strip() if select.select([process.stdout], [], [], seconds)[0] else ""
+    return (
+        process.stdout.readline().strip()
+        if select.select([process.stdout], [], [], seconds)[0]
+        else ""
+    )
 
 
 def prefer(pid: int, niceness: int) -> None:

@@ -159,8 +159,17 @@ class _Watch(torch.overrides.TorchFunctionMode):
 
 def who_overrides_functions_of_torch_is_told_what_was_called():
     """A class's table and a mode get the function that stands in torch, and with it the arguments as they were given."""
-    like = [getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn")]
-    moves = [torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.type]
+    like = [
+        getattr(torch, f"{name}_like")
+        for name in ("zeros", "ones", "empty", "full", "rand", "randn")
+    ]
+    moves = [
+        torch.Tensor.to,
+        torch.Tensor.cuda,
+        torch.Tensor.cpu,
+        torch.Tensor.pin_memory,
+        torch.Tensor.type,
+    ]
     news = [torch.Tensor.new_zeros, torch.Tensor.new_tensor, torch.as_tensor]
     for function in (*like, *moves, *news):
         _Table.meanings = {function: lambda *given, **named: (given[1:], named)}
@@ -173,9 +182,11 @@ def who_overrides_functions_of_torch_is_told_what_was_called():
         x.new_ones(2)
     assert watch.seen == [torch.zeros_like, torch.zeros, torch.Tensor.to, torch.Tensor.new_ones]
     named = x.as_subclass(_Named)
-    assert {type(named.to("cuda")), type(named.cuda()), type(torch.zeros_like(named, device="cuda"))} == {
-        _Named
-    }
+    assert {
+        type(named.to("cuda")),
+        type(named.cuda()),
+        type(torch.zeros_like(named, device="cuda")),
+    } == {_Named}
     assert named.to("cuda") is not named
 
 
@@ -258,7 +269,10 @@ def _as_if_saved_on_cuda(data: bytes) -> bytes:
     import zipfile
 
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as old,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new,
+    ):
         for name in old.namelist():
             content = old.read(name)
             if name.endswith("data.pkl"):
@@ -341,7 +355,9 @@ def libraries_without_a_gpu_are_refused_by_name():
     from torch.utils import _triton
 
     assert _triton.has_triton() is False
-    installed = Path(tempfile.mkdtemp())  # what these two are, where the machine of the tests has them or not
+    installed = Path(
+        tempfile.mkdtemp()
+    )  # what these two are, where the machine of the tests has them or not
     (installed / "cupy.py").write_text("")
     (installed / "pynvml.py").write_text(
         "class NVMLError(Exception):\n    def __str__(self): return self.value\n"

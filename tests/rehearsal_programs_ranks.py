@@ -59,7 +59,8 @@ def the_current_device_is_the_local_rank():
         assert torch.cuda.current_device() == 1 - RANK
     assert torch.cuda.current_device() == RANK
     with pytest.raises(
-        RuntimeError, match="invalid device ordinal\ncuda:2 was asked for; this run has cuda:0 to cuda:1"
+        RuntimeError,
+        match="invalid device ordinal\ncuda:2 was asked for; this run has cuda:0 to cuda:1",
     ):
         torch.ones(1).cuda(2)
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
@@ -69,7 +70,14 @@ def the_current_device_is_the_local_rank():
 def collectives_of_nccl_programs_work():
     """What programs for NCCL call, with the dtypes and reductions they use."""
     ours = torch.arange(4.0, device="cuda") + RANK
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int64,
+        torch.uint8,
+    ):
         x = torch.ones(3, device="cuda", dtype=dtype)
         dist.all_reduce(x)
         assert x.tolist() == [2] * 3
@@ -96,7 +104,11 @@ def collectives_of_nccl_programs_work():
     dist.all_gather_into_tensor(whole, ours)
     assert whole.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
     rows = torch.full((3, 2), float(RANK), device="cuda")
-    for shape in ((12,), (6, 2), (2, 3, 2)):  # NCCL counts elements; accelerate gathers into a flat tensor
+    for shape in (
+        (12,),
+        (6, 2),
+        (2, 3, 2),
+    ):  # NCCL counts elements; accelerate gathers into a flat tensor
         gathered = torch.empty(shape, device="cuda")
         dist.all_gather_into_tensor(gathered, rows)
         assert gathered.flatten().tolist() == [0.0] * 6 + [1.0] * 6
@@ -236,7 +248,9 @@ def fsdp2_shards_and_saves():
     set_model_state_dict(net, state)
     assert torch.allclose(net[0].weight.full_tensor(), alone[0].weight, atol=1e-6)
     half = nn.Linear(8, 8, device="cuda")
-    fully_shard(half, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fully_shard(
+        half, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    )
     half(torch.ones(2, 8, device="cuda")).float().sum().backward()
 
 
@@ -244,7 +258,11 @@ def meshes_and_dtensors():
     """Meshes of CUDA devices are meshes of CPUs; DTensors and tensor parallelism work on them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cuda", (WORLD,), mesh_dim_names=("dp",))
     assert mesh.device_type == "cpu"

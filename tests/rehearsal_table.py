@@ -24,7 +24,9 @@ class Line:
 
 def lines() -> list[Line]:
     """The table's lines, in order."""
-    found = re.findall(r"^\| `(.+?)` \| ([^|`]+) \| (?:`([^`]*)`)? ?\|$", DOCUMENT.read_text(), re.MULTILINE)
+    found = re.findall(
+        r"^\| `(.+?)` \| ([^|`]+) \| (?:`([^`]*)`)? ?\|$", DOCUMENT.read_text(), re.MULTILINE
+    )
     return [Line(*columns) for columns in found]
 
 

@@ -77,7 +77,11 @@ exit 0
 def why_not() -> str:
     """Why such a cluster cannot be had here; empty where it can."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
-    return f"{', '.join(missing)} cannot be found: apt-get install {DEBIAN}" if missing else no_network()
+    return (
+        f"{', '.join(missing)} cannot be found: apt-get install {DEBIAN}"
+        if missing
+        else no_network()
+    )
 
 
 class Machine:
@@ -179,7 +183,10 @@ class SlurmCluster:
         self._stack.close()
 
     def _configure(self) -> None:
-        lines, hosts = [_CONF.format(folder=self.folder)], [f"127.0.0.1 localhost\n{_SUBNET}.1 login"]
+        lines, hosts = (
+            [_CONF.format(folder=self.folder)],
+            [f"127.0.0.1 localhost\n{_SUBNET}.1 login"],
+        )
         for number, gpus in enumerate(self._gpus, 1):
             gres = f" Gres=gpu:a100:{gpus}" if gpus else ""
             lines.append(
@@ -187,14 +194,20 @@ class SlurmCluster:
             )
             hosts.append(f"{_SUBNET}.{number + 1} node{number}")
         for name, wanted in (("gpu", True), ("cpu", False)):
-            nodes = [f"node{number}" for number, gpus in enumerate(self._gpus, 1) if bool(gpus) == wanted]
+            nodes = [
+                f"node{number}" for number, gpus in enumerate(self._gpus, 1) if bool(gpus) == wanted
+            ]
             default = "YES" if wanted else "NO"
             lines.append(f"PartitionName={name} Nodes={','.join(nodes)} Default={default} State=UP")
         lines.append("PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP")
         self.write("slurm.conf", "\n".join(lines) + "\n")
         self.write("hosts", "\n".join(hosts) + "\n")
         self.write("epilog", _EPILOG).chmod(0o755)
-        for folder in ("dev", "state", *(f"spool-node{number}" for number in range(1, 1 + len(self._gpus)))):
+        for folder in (
+            "dev",
+            "state",
+            *(f"spool-node{number}" for number in range(1, 1 + len(self._gpus))),
+        ):
             (self.folder / folder).mkdir()
         # without files slurmd reports no GPU; any will do, since none is opened
         claims = []
@@ -231,7 +244,11 @@ class SlurmCluster:
     def run(self, *command: str, check: bool = True) -> str:
         """Run a command on the login node; returns what it printed."""
         done = subprocess.run(
-            self.nodes[0].command(*command), env=self.environ, capture_output=True, text=True, timeout=60
+            self.nodes[0].command(*command),
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0 or not check, done.stderr
         return done.stdout
@@ -244,14 +261,22 @@ class SlurmCluster:
         """Wait until no job is in the queue, and all nodes are there."""
         deadline = time.monotonic() + seconds
         while True:
-            idle = self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", check=False)
+            idle = self.run(
+                "sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", check=False
+            )
             if len({*idle.split()}) == len(self._gpus) and not self.jobs():
                 return
-            assert time.monotonic() < deadline, (self.run("sinfo"), self.run("squeue"), self._logs())
+            assert time.monotonic() < deadline, (
+                self.run("sinfo"),
+                self.run("squeue"),
+                self._logs(),
+            )
             time.sleep(0.1)
 
     def _logs(self) -> str:
-        return "\n".join(path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.log"))
+        return "\n".join(
+            path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.log")
+        )
 
     def of_taas(self) -> list[str]:
         """What taas runs on the nodes other than the login node."""
@@ -271,7 +296,9 @@ class SlurmCluster:
             kernel_name="python3", transport="ipc", ip=str(self.folder / f"k{self._notebooks}")
         )
         manager.there, manager.project = self.nodes[0], folder
-        return Notebook(folder, manager, {"SLURM_CONF": self.environ["SLURM_CONF"], "PATH": _PATH, **environ})
+        return Notebook(
+            folder, manager, {"SLURM_CONF": self.environ["SLURM_CONF"], "PATH": _PATH, **environ}
+        )
 
 
 def _finish(process: subprocess.Popen[bytes]) -> None:

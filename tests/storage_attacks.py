@@ -35,7 +35,15 @@ from taas import rank_storage
 from taas.errors import StorageDenied
 
 libc = ctypes.CDLL(None, use_errno=True)
-DENIED = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF, errno.EBUSY, errno.EINVAL}
+DENIED = {
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EXDEV,
+    errno.EBADF,
+    errno.EBUSY,
+    errno.EINVAL,
+}
 
 
 @dataclass
@@ -89,7 +97,9 @@ def check(result):
 
 
 def shell(scene, command):
-    done = subprocess.run(["/bin/sh", "-c", command], cwd=scene.project, capture_output=True, text=True)
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], cwd=scene.project, capture_output=True, text=True
+    )
     if done.returncode:
         raise OSError(errno.EROFS, done.stderr)
 
@@ -270,7 +280,11 @@ def open_by_handle(s):
     handle = ctypes.create_string_buffer(8 + 128)
     struct.pack_into("I", handle, 0, 128)
     mount_id = ctypes.c_int()
-    check(libc.name_to_handle_at(-100, os.fsencode(s.project / "file"), handle, ctypes.byref(mount_id), 0))
+    check(
+        libc.name_to_handle_at(
+            -100, os.fsencode(s.project / "file"), handle, ctypes.byref(mount_id), 0
+        )
+    )
     outside = check(libc.open(os.fsencode(s.outside), os.O_RDONLY))
     fd = check(libc.open_by_handle_at(outside, handle, os.O_WRONLY))
     check(libc.write(fd, b"x", 1))
@@ -329,7 +343,9 @@ def attempt(chosen, scene, mechanism, mode, uid):
     except StorageDenied:
         return "denied"
     except OSError as error:
-        if isinstance(error, FileNotFoundError) or (error.errno is not None and error.errno not in DENIED):
+        if isinstance(error, FileNotFoundError) or (
+            error.errno is not None and error.errno not in DENIED
+        ):
             return traceback.format_exc()
         return "denied"
     except (RuntimeError, AssertionError) as error:
@@ -361,7 +377,9 @@ def run_one(chosen, mechanism, mode, uid):
     if not outcome:
         outcome = f"ended with status {status}"
     after = snapshot(scene.project) if scene.project.exists() else {}
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     shutil.rmtree(scene.base)
     return outcome, changed
 

@@ -45,7 +45,11 @@ class Run:
         return join(self.start(body, **options))
 
     def start(
-        self, body: Callable[[Guard], Any], rank: int = 1, mechanism: str | None = None, **options: Any
+        self,
+        body: Callable[[Guard], Any],
+        rank: int = 1,
+        mechanism: str | None = None,
+        **options: Any,
     ) -> tuple[int, int]:
         """Let one rank run ``body``; give what this returns to ``join``."""
         policy = self.policy(rank, **options)
@@ -88,9 +92,15 @@ def diverted(run: Run, rank: int = 1) -> list[list[Any]]:
     """What a rank has in its scratch in the project's place: paths, and sizes in bytes."""
     tree = rank_storage.scratch_of(run.scratch, rank) / "tree"
     found = subprocess.run(
-        ["find", str(tree), "-type", "f", "-printf", "%P %s\\n"], capture_output=True, text=True, check=True
+        ["find", str(tree), "-type", "f", "-printf", "%P %s\\n"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return [[path, int(size)] for path, size in (line.rsplit(" ", 1) for line in found.stdout.splitlines())]
+    return [
+        [path, int(size)]
+        for path, size in (line.rsplit(" ", 1) for line in found.stdout.splitlines())
+    ]
 
 
 def fork(body: Callable[[], Any]) -> tuple[int, int]:

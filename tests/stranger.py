@@ -27,7 +27,9 @@ MANY = 1500
 GARBAGE = os.urandom(1 << 16)
 _LISTENS = 0x10000
 
-only_as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
+only_as_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can be another user for a while"
+)
 
 
 class Bomb:

@@ -33,7 +33,9 @@ def _run_programs(names: list[str]) -> dict[str, Any]:
     for name in names:
         try:
             results[name] = [tensor.numpy() for tensor in _flat(PROGRAMS[name](nn.DataParallel))]
-        except Exception as error:  # the others may wait for this rank now: no program after it counts
+        except (
+            Exception
+        ) as error:  # the others may wait for this rank now: no program after it counts
             raise RuntimeError(f"program {name}") from error
     return results
 
@@ -76,7 +78,10 @@ def _identity():
         isinstance(wrapped, nn.DataParallel) and type(wrapped) is nn.parallel.DataParallel,
         wrapped.module is model,
         sorted(wrapped.state_dict()) == sorted("module." + name for name in model.state_dict()),
-        all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)),
+        all(
+            a is b
+            for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
+        ),
         nn.DataParallel.__taas_unwrap__,
         torch.equal(twin(x), wrapped(x)),
         restored(x).shape == (4, 3),
@@ -106,7 +111,11 @@ def _work():
 
 def test_each_rank_computes_its_share_only():
     """Forward and backward of a rank see its slice: a third of the batch, and replica 0's again where none is left."""
-    assert run_ranks(_work, 3) == [([4, 3, 1], [4, 3, 1]), ([4, 3, 1], [4, 3, 1]), ([4, 1, 1], [4, 1, 1])]
+    assert run_ranks(_work, 3) == [
+        ([4, 3, 1], [4, 3, 1]),
+        ([4, 3, 1], [4, 3, 1]),
+        ([4, 1, 1], [4, 1, 1]),
+    ]
 
 
 def _differs_at_the_wrap():

@@ -99,7 +99,9 @@ def _mnist(url, md5, root):
 
 
 def _weights_from_hub(url, folder):
-    weights = torch.hub.load_state_dict_from_url(url + "weights.pt", model_dir=folder, progress=False)
+    weights = torch.hub.load_state_dict_from_url(
+        url + "weights.pt", model_dir=folder, progress=False
+    )
     return weights["weight"].tolist()
 
 

@@ -27,7 +27,9 @@ from taas.wire import deadlines
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("warm"),
-    pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="no CUDA device on this machine"),  # noqa: PTH110
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidiactl"), reason="no CUDA device on this machine"
+    ),  # noqa: PTH110
 ]
 
 
@@ -83,7 +85,13 @@ def _nccl_in(group):
     kind = type(group._group._get_backend(values.device)).__name__
     chosen = [backend for backend, _ in torch.distributed.distributed_c10d._world.pg_map.values()]
     group.close()
-    return kind.startswith("ProcessGroupNCCL"), chosen, gathered.tolist(), total.tolist(), values.tolist()
+    return (
+        kind.startswith("ProcessGroupNCCL"),
+        chosen,
+        gathered.tolist(),
+        total.tolist(),
+        values.tolist(),
+    )
 
 
 def test_group_speaks_nccl_where_each_rank_has_a_gpu():
@@ -101,7 +109,9 @@ def _dropout_and_noise():
     model = nn.DataParallel(mlp(nn.Dropout(0.5))).cuda()
     losses = []
     for _ in range(12):
-        x = torch.randn(7, 6, device="cuda")  # drawn on the GPU, and so must be the same on every rank
+        x = torch.randn(
+            7, 6, device="cuda"
+        )  # drawn on the GPU, and so must be the same on every rank
         loss = model(x).pow(2).mean()
         loss.backward()
         losses.append(loss.item())
@@ -151,7 +161,9 @@ def _copies_beside_a_busy_stream():
 
 def test_names_are_packed_beside_a_stream_that_hangs():
     """Copies of the packing thread do not wait for what the GPU was asked before, and it is seen to be busy."""
-    assert run_ranks(_copies_beside_a_busy_stream, 1, rehearsed=False) == [(False, [float(1 << 20)], True)]
+    assert run_ranks(_copies_beside_a_busy_stream, 1, rehearsed=False) == [
+        (False, [float(1 << 20)], True)
+    ]
 
 
 def _waits_for_a_rank_that_does_not_come(debug):
@@ -173,7 +185,9 @@ def _waits_for_a_rank_that_does_not_come(debug):
     breaker.start()
     value = torch.ones(1, device="cuda")
     dist.all_reduce(value)
-    with contextlib.suppress(RuntimeError):  # torch.AcceleratorError, or that the communicator was aborted
+    with contextlib.suppress(
+        RuntimeError
+    ):  # torch.AcceleratorError, or that the communicator was aborted
         torch.cuda.synchronize()
     breaker.join()
     return kinds
@@ -188,7 +202,9 @@ def _waits_for_a_rank_that_is_not_in_the_first_collective(fifo):
 
     def break_off():
         # the root's listening socket, and this rank's own
-        while not (len(me.waits._of_nccl(waits._tcp_sockets())) > 1 and waits.waits_at_full_speed(main)):
+        while not (
+            len(me.waits._of_nccl(waits._tcp_sockets())) > 1 and waits.waits_at_full_speed(main)
+        ):
             time.sleep(0.01)
         time.sleep(deadlines.BREAK_OFF)  # as a rank that is interrupted has before it is broken off
         adopt.break_off()
@@ -208,7 +224,9 @@ def test_a_wait_in_the_first_collective_is_broken_off(tmp_path):
     """The commonest hang: NCCL makes a communicator, for which one rank never comes. One GPU shows it. Not run on a GPU yet."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    found = run_ranks(_waits_for_a_rank_that_is_not_in_the_first_collective, 2, str(fifo), rehearsed=False)
+    found = run_ranks(
+        _waits_for_a_rank_that_is_not_in_the_first_collective, 2, str(fifo), rehearsed=False
+    )
     assert found == ["DistBackendError", "did not come"]
 
 

@@ -68,7 +68,9 @@ def _elastic():
 def test_function_runs_once_in_each_rank():
     """``mp.spawn`` gives None and starts nothing; each rank is the process of its number."""
     results = run_ranks(_spawn_noting, 3, 3)
-    assert [(None, [(rank, pid, ("a", 2))], pid) for rank, (_, _, pid) in enumerate(results)] == results
+    assert [
+        (None, [(rank, pid, ("a", 2))], pid) for rank, (_, _, pid) in enumerate(results)
+    ] == results
 
 
 def test_fewer_processes_use_the_first_ranks():
@@ -108,7 +110,10 @@ def _spawn_nested():
     ("program", "words"),
     [
         (_spawn_nested, "inside mp.spawn"),
-        (_queue, "a SimpleQueue that processes share (args[0]), of which each rank would have its own"),
+        (
+            _queue,
+            "a SimpleQueue that processes share (args[0]), of which each rank would have its own",
+        ),
         (_elastic, "torchrun"),
     ],
 )

@@ -62,7 +62,9 @@ def _same_rank_twice():
 
 def _one_machine_program():
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method="tcp://localhost:23456", rank=local, world_size=here)
+    dist.init_process_group(
+        "gloo", init_method="tcp://localhost:23456", rank=local, world_size=here
+    )
     sampler = DistributedSampler(range(8), num_replicas=here, rank=local, shuffle=False)
     return *_sum_of_ranks(), list(sampler)
 
@@ -83,7 +85,8 @@ def test_two_runs_at_once_do_not_meet():
     """Two runs of the same program with the same port, side by side."""
     results: dict[int, list] = {}
     threads = [
-        threading.Thread(target=lambda w=w: results.update({w: run_ranks(_three_times, w)})) for w in (2, 3)
+        threading.Thread(target=lambda w=w: results.update({w: run_ranks(_three_times, w)}))
+        for w in (2, 3)
     ]
     for thread in threads:
         thread.start()
@@ -101,7 +104,9 @@ def test_world_of_one_trains_alone_and_says_so():
     assert outcomes[1].notices == []
 
 
-@pytest.mark.parametrize(("program", "words"), [(_too_many, "--gpus 4"), (_same_rank_twice, "rank 0 of 2")])
+@pytest.mark.parametrize(
+    ("program", "words"), [(_too_many, "--gpus 4"), (_same_rank_twice, "rank 0 of 2")]
+)
 def test_groups_that_nobody_could_complete_are_refused(program, words):
     """A world larger than the run, and two ranks with one number, would wait for ever."""
     errors = [o for o in run_ranks(program, 2, fails=True) if o.error == "CannotAdopt"]

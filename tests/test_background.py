@@ -40,7 +40,9 @@ def open_notebook(project: Path) -> Notebook:
     return notebook
 
 
-def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names(tmp_path: Path) -> None:
+def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names(
+    tmp_path: Path,
+) -> None:
     """The run goes on without its kernel, ends, and its supervisor ends with it; a new kernel has its names.
 
     It comes first: while there is another notebook, its processes are found, too.
@@ -165,13 +167,18 @@ def test_two_background_runs_never_mix(notebook: Notebook) -> None:
 def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_path: Path) -> None:
     """Another notebook's is stopped by name only; its cell and the history then say by whom."""
     (tmp_path / "other").mkdir()
-    other = Notebook(tmp_path / "other", environ={"JPY_SESSION_NAME": str(tmp_path / "other" / "b.ipynb")})
+    other = Notebook(
+        tmp_path / "other", environ={"JPY_SESSION_NAME": str(tmp_path / "other" / "b.ipynb")}
+    )
     try:
         other.good("%load_ext taas")
         notebook.start("#pragma taas --gpus 2 --name mine" + GATED.format(gate="never"))
         notebook.wait_for("ready")
         refused = other.run("%taas stop")
-        assert f"that go on (mine of {notebook.folder}/), 0 are meant; type %taas stop" in refused.stderr
+        assert (
+            f"that go on (mine of {notebook.folder}/), 0 are meant; type %taas stop"
+            in refused.stderr
+        )
         until(lambda: terminal("status").stdout.splitlines()[1].split()[:2] == ["mine", "running"])
         other.good("#pragma taas --gpus 1 --background --name theirs" + GATED.format(gate="never"))
         assert "2 are meant" in terminal("stop").stderr
@@ -202,7 +209,9 @@ def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) ->
             cell = "#pragma taas --gpus 1 --background --name twice" + GATED.format(gate="both")
             book.good(f"{cell}who = {who!r}\nprint(who)")
             refused = books["B"].run(cell)
-            assert f"a run called twice of {tmp_path.name}/{who}.ipynb is going on" in refused.evalue
+            assert (
+                f"a run called twice of {tmp_path.name}/{who}.ipynb is going on" in refused.evalue
+            )
             tmp_path.joinpath("both").touch()
             book.good("%taas attach twice")
             tmp_path.joinpath("both").unlink()
@@ -224,7 +233,9 @@ def heard(notebook: Notebook, text: str, seconds: float = 120) -> dict[str, Any]
     deadline = time.monotonic() + seconds
     while True:
         message = notebook._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
-        if message["msg_type"] == "display_data" and text in message["content"]["data"].get("text/html", ""):
+        if message["msg_type"] == "display_data" and text in message["content"]["data"].get(
+            "text/html", ""
+        ):
             return message["content"]["data"]
 
 
@@ -293,7 +304,9 @@ def test_the_next_kernel_of_a_notebook_mends_its_lines(tmp_path: Path, run: str)
         (tmp_path / "go-on").touch()
         until(lambda: not any(record.live for record in read_records()))
         third = second.run("#pragma taas --gpus 1\npass")
-        assert not [one for one in third.displays if "outerHTML" in one["data"].get("text/html", "")]
+        assert not [
+            one for one in third.displays if "outerHTML" in one["data"].get("text/html", "")
+        ]
         assert "stale" not in third.updates[-1]["data"]["text/html"]
     finally:
         second.close()
@@ -342,7 +355,9 @@ def test_what_a_run_was_given_is_let_go_when_nobody_attaches_it(tmp_path: Path) 
         assert "the objects that one was given are not held any more" in said
         assert book.value("mine_one, mine_one is first") == "['one', 'one'] False"
         book.good("pending._BYTES = max(p.captured.held_bytes for p in pending._pending.values())")
-        assert book.value("alive()") == "[False, False, True]"  # by the event at the end of that cell
+        assert (
+            book.value("alive()") == "[False, False, True]"
+        )  # by the event at the end of that cell
         book.good("%taas attach three")
         assert book.value("mine_three, mine_three is last") == "['three', 'three'] True"
         assert book.value("pending._pending, alive()") == "{} [False, False, False]"

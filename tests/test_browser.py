@@ -22,7 +22,9 @@ from notebook_harness import terminal
 
 from taas.runs.records import read_records
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
 pytestmark = [
@@ -70,7 +72,12 @@ class Server:
             kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
             path.write_text(
                 json.dumps(
-                    {"cells": [], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+                    {
+                        "cells": [],
+                        "metadata": {"kernelspec": kernel},
+                        "nbformat": 4,
+                        "nbformat_minor": 5,
+                    }
                 )
             )
         way = f"lab/workspaces/{notebook}/tree" if front == "lab" else "notebooks"
@@ -83,7 +90,9 @@ class Server:
             sessions = json.load(answer)
         for session in sessions:
             urlopen(
-                Request(f"{self.url}/api/sessions/{session['id']}", headers=headers, method="DELETE")
+                Request(
+                    f"{self.url}/api/sessions/{session['id']}", headers=headers, method="DELETE"
+                )
             ).close()
 
 
@@ -108,7 +117,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )  # fmt: skip
     assert process.stderr is not None
     try:
-        found = (re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)/", line) for line in process.stderr)
+        found = (
+            re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)/", line) for line in process.stderr
+        )
         port = next((match[1] for match in found if match), "")
         assert port, "the server did not say where it listens"
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
@@ -291,12 +302,16 @@ def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     person.sees("epoch 3")
     line = page.locator(".jp-OutputArea-output", has_text="first running").last
     before = line.inner_text()
-    page.wait_for_function("text => !document.body.innerText.includes(text)", arg=before, timeout=_PATIENCE)
+    page.wait_for_function(
+        "text => !document.body.innerText.includes(text)", arg=before, timeout=_PATIENCE
+    )
     person.sees("rehearsed on CPU")
     rows = line.locator("details").first
     rows.locator("summary").first.click()
     rows.locator("tr", has_text="epoch 5").locator("summary").first.click()
-    sync_api.expect(rows.locator("pre").first).to_contain_text("epoch 8", timeout=_PATIENCE)  # it stays open
+    sync_api.expect(rows.locator("pre").first).to_contain_text(
+        "epoch 8", timeout=_PATIENCE
+    )  # it stays open
     sync_api.expect(rows.locator("tr").last).to_contain_text(re.compile(r"1\s*running\s*\d+ %"))
     person.photograph("live-view")
     page.get_by_role("button", name="Interrupt the kernel").first.click()
@@ -306,11 +321,13 @@ def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     person.enter(TRAINING.format(name="night", options=" --background", epochs=8))
     person.sees("%taas attach night brings its output and its names")
     person.enter("%taas status")
-    sync_api.expect(page.locator(".jp-RenderedHTMLCommon table td", has_text="night").first).to_be_visible(
-        timeout=_PATIENCE
-    )
+    sync_api.expect(
+        page.locator(".jp-RenderedHTMLCommon table td", has_text="night").first
+    ).to_be_visible(timeout=_PATIENCE)
     row = page.locator(".jp-RenderedHTMLCommon table tr", has_text="night").first
-    sync_api.expect(row.locator("td").nth(1)).to_have_text(re.compile("running|done"), timeout=_PATIENCE)
+    sync_api.expect(row.locator("td").nth(1)).to_have_text(
+        re.compile("running|done"), timeout=_PATIENCE
+    )
     person.photograph("status")
     person.restarts()
     person.enter("'model' in globals()")
@@ -328,7 +345,9 @@ def test_a_hundred_thousand_lines(room: Room) -> None:
     person = room.opens("lines")
     person.dismisses_questions()  # a page that is late asks whether the file has changed
     person.enter("%load_ext taas")
-    person.enter("#pragma taas --gpus 2\nfor i in range(100_000): print('line', i)\nprint('all', 'printed')")
+    person.enter(
+        "#pragma taas --gpus 2\nfor i in range(100_000): print('line', i)\nprint('all', 'printed')"
+    )
     sync_api.expect(person.cell("all printed")).to_be_visible(timeout=4 * _PATIENCE)
     person.enter("print('and', 'after')")
     person.sees("and after")
@@ -339,7 +358,9 @@ def test_a_curve_and_a_bar(room: Room) -> None:
     """The live line comes back after each clear_output; tqdm.notebook draws its bar, also in a page loaded again."""
     person = room.opens("curve")
     page = person.page
-    person.enter("%load_ext taas\nfrom IPython.display import clear_output\nfrom tqdm.notebook import tqdm")
+    person.enter(
+        "%load_ext taas\nfrom IPython.display import clear_output\nfrom tqdm.notebook import tqdm"
+    )
     person.enter(
         "#pragma taas --gpus 2 --name curve\nfrom pathlib import Path\nimport time, matplotlib.pyplot as plt\n"
         "losses = []\nfor step in range(5):\n    losses.append(1 / (step + 1))\n    clear_output(wait=True)\n"
@@ -441,7 +462,9 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     person.sees("broken failed")
     person.waits_for_the_kernel()
     person.enter("%debug")
-    sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_contain_text("[rank 1]", timeout=_PATIENCE)
+    sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_contain_text(
+        "[rank 1]", timeout=_PATIENCE
+    )
     person.answers("p 'half is', half")
     person.sees("('half is', 0.5)")
     person.answers("q")

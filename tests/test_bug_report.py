@@ -94,5 +94,7 @@ def test_a_folder_that_cannot_be_written_costs_a_run_nothing(tmp_path: Path) -> 
     (tmp_path / "taas" / "logs").touch()
     environ = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path)}
     code = "from taas import process_log; process_log.begin(1); process_log.remove_old_files()"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, check=True, capture_output=True
+    )
     assert done.stderr == b""

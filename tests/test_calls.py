@@ -47,18 +47,32 @@ def test_a_call_returns_rank_0s_value_and_changes_the_notebooks_objects(notebook
 
 def test_every_ranks_value(notebook: Notebook) -> None:
     """With collect they come as a list, in the order of ranks."""
-    assert notebook.value("[r.rank for r in taas.run(train, net, gpus=2, collect=True)]") == "[0, 1]"
+    assert (
+        notebook.value("[r.rank for r in taas.run(train, net, gpus=2, collect=True)]") == "[0, 1]"
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        ("taas.run(train, net, gpu=2)", "TypeError: train(net, lr=0.5): got an unexpected keyword argument"),
+        (
+            "taas.run(train, net, gpu=2)",
+            "TypeError: train(net, lr=0.5): got an unexpected keyword argument",
+        ),
         ("taas.run(train, net, gpu=2)", "did you mean the option gpus?"),
-        ("taas.run(train, gpus=2)", "TypeError: train(net, lr=0.5): missing a required argument: 'net'"),
+        (
+            "taas.run(train, gpus=2)",
+            "TypeError: train(net, lr=0.5): missing a required argument: 'net'",
+        ),
         ("taas.run(train, net, gpus=12, on='g2.8')", "--gpus 12"),
-        ("taas.run(train, net, gpus=2, background=True)", "taas.submit is what runs in the background"),
-        ("taas.run(train, net, gpus=2, setup=True)", "head a cell of its own with #pragma taas --setup"),
+        (
+            "taas.run(train, net, gpus=2, background=True)",
+            "taas.submit is what runs in the background",
+        ),
+        (
+            "taas.run(train, net, gpus=2, setup=True)",
+            "head a cell of its own with #pragma taas --setup",
+        ),
         ("taas.submit(train, net, gpus=2, keep=True)", "leave it out"),
         ("taas.run(lambda name: 1, name='a')", "a parameter of <lambda> as well"),
         ("taas.run(3, gpus=2)", "TypeError: taas.run takes a function, and a int is none"),
@@ -74,7 +88,9 @@ def test_a_wrong_call_starts_nothing(notebook: Notebook, call: str, error: str) 
 
 def test_an_error_is_the_ranks_own(notebook: Notebook) -> None:
     """It is raised with the lines of the notebook's function, and the arguments' changes came back."""
-    ran = notebook.run("def bad(l):\n    l.append(1)\n    return 1 / 0\nl = []\ntaas.run(bad, l, gpus=2)")
+    ran = notebook.run(
+        "def bad(l):\n    l.append(1)\n    return 1 / 0\nl = []\ntaas.run(bad, l, gpus=2)"
+    )
     assert ran.ename == "CellFailed"
     assert "return 1 / 0" in ran.traceback
     assert notebook.value("l") == "[1]"
@@ -98,9 +114,9 @@ def test_a_submitted_run_is_a_future(notebook: Notebook) -> None:
         "h = taas.submit(talk, 3.0, gpus=2, name='talk')\n"
         "r = h.result(120)"
     )
-    assert notebook.value("type(r) is Result, r.lr, seen, net.weight.item(), h.done(), h.exception()") == (
-        "True 3.0 [] 7.0 True None"
-    )
+    assert notebook.value(
+        "type(r) is Result, r.lr, seen, net.weight.item(), h.done(), h.exception()"
+    ) == ("True 3.0 [] 7.0 True None")
     assert notebook.value("repr(h.logs()), repr(h.logs(rank=1))") == r"'I am 0\n' 'I am 1\n'"
     assert ".result() of this handle is what it returned" in notebook.good("print(h)").stdout
 
@@ -124,9 +140,7 @@ def test_runs_wait_for_processors_in_their_order(notebook: Notebook, tmp_path: P
     assert notebook.value("runs[1].done()") == "False"
     (tmp_path / "gate").touch()
     assert notebook.value("[runs[n].result(120) for n in (0, 1, 3)]") == "[0, 1, 3]"
-    ends = (
-        "[json.loads((r.folder / 'record.json').read_text())['ended'] for r in (runs[0], runs[1], runs[3])]"
-    )
+    ends = "[json.loads((r.folder / 'record.json').read_text())['ended'] for r in (runs[0], runs[1], runs[3])]"
     assert notebook.value(f"(ends := {ends}.copy()) == sorted(ends)") == "True"
 
 
@@ -166,7 +180,12 @@ def test_in_a_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=200
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
     )
     own = [line for line in done.stdout.splitlines() if not line.startswith("taas: ")]
     assert own == ["[0, 9] 9", "[[0, 16], [0, 25]]"]

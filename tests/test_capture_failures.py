@@ -94,7 +94,9 @@ def _refused(setup: str, cell: str) -> str:
         ("import threading\nclass B:\n    locks = [threading.Lock()]\nclass A(B): pass\na = A(); a.x = 1", "a", ("a.locks[0] is a _thread.lock",)),
     ],
 )  # fmt: skip
-def test_a_surely_needed_name_that_cannot_travel(setup: str, cell: str, parts: tuple[str, ...]) -> None:
+def test_a_surely_needed_name_that_cannot_travel(
+    setup: str, cell: str, parts: tuple[str, ...]
+) -> None:
     """The variable, the path inside it, its type, and what to do."""
     message = _refused(setup, cell)
     for part in parts:
@@ -125,7 +127,12 @@ def test_an_object_of_which_a_part_is_refused_stays_whole_as_it_was(rounds: Any)
         "t.new = 5; table['n'] = 2; others.append(2); alone.add_(3); both = [t, others]"
     )
     t = one.notebook["t"]
-    assert (t.items, vars(t.inner), t.weight.tolist(), [*t.buffers]) == ([1], {"n": 1}, [1, 1, 1], ["a"])
+    assert (t.items, vars(t.inner), t.weight.tolist(), [*t.buffers]) == (
+        [1],
+        {"n": 1},
+        [1, 1, 1],
+        ["a"],
+    )
     assert not hasattr(t, "new")
     assert one.notebook["table"] == {"t": t, "n": 2}
     assert one.notebook["others"] == [1, 2]
@@ -169,7 +176,9 @@ def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) ->
         "[log, w.tolist(), known, after[0] is shared, after[1] is new, new.tolist(), "
         "sorted({*'abcdefghijk', 'Table'} & {*globals()})]"
     )
-    there = play(row("fails at home", (earlier,), FAILS_AT_HOME, f"print({probe})"), tmp_path, plain=False)
+    there = play(
+        row("fails at home", (earlier,), FAILS_AT_HOME, f"print({probe})"), tmp_path, plain=False
+    )
     assert there.cells[-1].own.rstrip() == repr([[1, 2], [1.0] * 3, [], True, True, [1.0] * 4, []])
     disk, place = (
         "cannot be rebuilt here (OSError: no such disk)",
@@ -230,7 +239,12 @@ def test_a_key_that_is_no_name_is_left_and_named(rounds: Any, key: str, written:
 
 @pytest.mark.parametrize(
     "data",
-    ["bytearray(b'abc')", "b'abc'", "__import__('array').array('i', [1])", "__import__('numpy').arange(3)"],
+    [
+        "bytearray(b'abc')",
+        "b'abc'",
+        "__import__('array').array('i', [1])",
+        "__import__('numpy').arange(3)",
+    ],
 )
 def test_a_memoryview_is_named_and_what_holds_it_stays_whole(rounds: Any, data: str) -> None:
     """Nothing else comes in its place, as bytes that look into nothing would; there, no more than back."""
@@ -249,7 +263,9 @@ def test_a_memoryview_is_named_and_what_holds_it_stays_whole(rounds: Any, data: 
 @pytest.mark.parametrize("key", ["5", "(1, 2)", "'\\ud800'", "Text('x')"])
 def test_an_odd_key_among_attributes_travels(rounds: Any, key: str) -> None:
     """Attributes are a dict, and may have any keys: there and back, and of what the cell makes."""
-    setup = f"class Text(str): pass\nclass Net: pass\nkey = {key}\nnet = Net(); vars(net)[key] = [1]"
+    setup = (
+        f"class Text(str): pass\nclass Net: pass\nkey = {key}\nnet = Net(); vars(net)[key] = [1]"
+    )
     one = rounds(setup, "net, key, Net, Text")
     applied = one.run("vars(net)[key].append(2); new = Net(); vars(new)[key] = vars(net)[key]")
     assert not applied.lost
@@ -275,7 +291,9 @@ def test_return_narrows_what_comes_back(
 def test_a_large_name_is_announced(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its size."""
     monkeypatch.setattr("taas.capture.capturing.LARGE", 1 << 20)
-    one = rounds("import torch\nbig = torch.empty(3 << 20, dtype=torch.uint8); small = 1", "big, small")
+    one = rounds(
+        "import torch\nbig = torch.empty(3 << 20, dtype=torch.uint8); small = 1", "big, small"
+    )
     assert one.captured.notices == [
         "big is 3.1 MB; it is written to shared memory once for all ranks of a machine."
     ]
@@ -313,7 +331,9 @@ def test_nobody_can_change_a_payload(rounds: Any) -> None:
 
 def test_what_did_not_change_is_not_sent(rounds: Any) -> None:
     """An answer to a cell that only reads is small and changes nothing."""
-    one = rounds("import torch\nt = torch.ones(4 << 20); rows = [{'i': i} for i in range(1000)]", "t, rows")
+    one = rounds(
+        "import torch\nt = torch.ones(4 << 20); rows = [{'i': i} for i in range(1000)]", "t, rows"
+    )
     answer = one.arrival.pack_answer(one.rank)
     header = peek(answer)
     assert (header.patches, header.names) == ((), ())
@@ -351,7 +371,10 @@ def test_versions_are_compared_before_anything_is_unpickled(
 
 def test_a_module_that_changed_on_disk(tmp_path: Path) -> None:
     """Ranks import today's file, the notebook goes on with what it imported; an object of a class that is gone says so."""
-    earlier = "import now\no = now.Old()", "written = open('now.py', 'w').write('value = \"today\"\\n')"
+    earlier = (
+        "import now\no = now.Old()",
+        "written = open('now.py', 'w').write('value = \"today\"\\n')",
+    )
     files = (("now.py", "value = 'old'\nclass Old: pass\n"),)
     program = row("", earlier, "v = now.value", "v, now.value", files)
     assert play(program, tmp_path, plain=False).value == "('today', 'old')"

@@ -86,14 +86,25 @@ print(flat.COUNTS_TELL)
 
 @pytest.mark.parametrize(
     ("count", "tells"),
-    [("real(value)", True), ("1", False), ("1000", False), ("real(value) + id(value) // 16 % 3", False)],
+    [
+        ("real(value)", True),
+        ("1", False),
+        ("1000", False),
+        ("real(value) + id(value) // 16 % 3", False),
+    ],
     ids=["another calibration", "all alone", "all shared", "no rule"],
 )
-def test_where_references_are_counted_otherwise_every_container_has_a_number(count: str, tells: bool) -> None:
+def test_where_references_are_counted_otherwise_every_container_has_a_number(
+    count: str, tells: bool
+) -> None:
     """A Python that counts in another way is found out at import; names travel, and aliases hold, all the same."""
     program = _OTHER_COUNTS.format(count=count)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**os.environ}
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tells)

@@ -130,8 +130,12 @@ def statements(draw: st.DrawFn, depth: int = 2, in_function: bool = False) -> st
         ]  # fmt: skip
     if not depth or draw(st.booleans()):
         return draw(st.sampled_from(simple))
-    block = _indented(draw(st.lists(statements(depth=depth - 1, in_function=in_function), max_size=3)))
-    other = _indented(draw(st.lists(statements(depth=depth - 1, in_function=in_function), max_size=2)))
+    block = _indented(
+        draw(st.lists(statements(depth=depth - 1, in_function=in_function), max_size=3))
+    )
+    other = _indented(
+        draw(st.lists(statements(depth=depth - 1, in_function=in_function), max_size=2))
+    )
     body = _indented(draw(st.lists(statements(depth=depth - 1, in_function=True), max_size=3)))
     return draw(st.sampled_from([
         f"if {x}:\n{block}else:\n{other}", f"for {n} in range({x}):\n{block}",
@@ -162,7 +166,9 @@ def _outcome(code: Any, namespace: dict[str, Any], behind: dict[str, Any]) -> tu
     else:
         failure = ""
     left = {key: value for key, value in (behind | namespace).items() if key in NAMES}
-    return failure, repr({k: type(v).__name__ if " at 0x" in repr(v) else v for k, v in sorted(left.items())})
+    return failure, repr(
+        {k: type(v).__name__ if " at 0x" in repr(v) else v for k, v in sorted(left.items())}
+    )
 
 
 @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))

@@ -170,7 +170,10 @@ def test_what_compilers_left_in_the_notebook_is_not_the_ranks(tmp_path: Path) ->
     sets = "\n".join(f"os.environ[{name!r}] = {value}" for name, value in left.items())
     earlier = f"import os\n{sets}\nos.environ['TRITON_HOME'] = 'mine'"
     program = row(
-        "left here", (earlier,), f"seen = [n for n in {[*left, 'TRITON_HOME']} if n in os.environ]", "seen"
+        "left here",
+        (earlier,),
+        f"seen = [n for n in {[*left, 'TRITON_HOME']} if n in os.environ]",
+        "seen",
     )
     assert play(program, tmp_path, plain=False).value == "['TRITON_HOME']"
 
@@ -249,7 +252,9 @@ def test_autoreload_is_a_reload(reloaded: tuple[str, int, str, str, str], tmp_pa
     different = compare(program, tmp_path)
     assert not different, "\n".join(different)
     (tmp_path / "again").mkdir()
-    assert not [line for line in play(program, tmp_path / "again", plain=False).said if "edited" in line]
+    assert not [
+        line for line in play(program, tmp_path / "again", plain=False).said if "edited" in line
+    ]
 
 
 def test_what_autoreload_fails_at_is_not_reloaded(tmp_path: Path) -> None:
@@ -264,4 +269,6 @@ def test_what_autoreload_fails_at_is_not_reloaded(tmp_path: Path) -> None:
         (tmp_path / mode).mkdir()
         program = Program("fails", cells, (3,), files=(("helper.py", OLD),))
         said = play(program, tmp_path / mode, plain=False).said
-        assert [line for line in said if "helper: edited since this notebook imported it" in line], said
+        assert [
+            line for line in said if "helper: edited since this notebook imported it" in line
+        ], said

@@ -50,13 +50,16 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("setup", "cell", "left", "named"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
+@pytest.mark.parametrize(
+    ("setup", "cell", "left", "named"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS]
+)
 def test_what_may_be_written_comes_and_the_rest_is_named(
     setup: str, cell: str, left: str, named: list[str]
 ) -> None:
     """A limit of the size of files (``ulimit -f``) costs the names that are too large for it, and no others."""
     one = Round(
-        SMALL + setup, "net, small, Box, np, torch, " + setup.partition(" =")[0].split(";")[-1].strip()
+        SMALL + setup,
+        "net, small, Box, np, torch, " + setup.partition(" =")[0].split(";")[-1].strip(),
     )
     try:
         with _limit(resource.RLIMIT_FSIZE, 2 * MIB):
@@ -75,13 +78,20 @@ def test_names_that_may_not_be_written_stop_the_cell() -> None:
     namespace = {"__name__": "__main__", "big": bytes(4 * MIB)}
     with _limit(resource.RLIMIT_FSIZE, 2 * MIB), pytest.raises(CaptureError) as error:
         capture("big", namespace, None, project=Round.__init__.__defaults__[0])
-    assert "the names of this cell have 4.2 MB: it does not fit into a file of 2.1 MB" in str(error.value)
+    assert "the names of this cell have 4.2 MB: it does not fit into a file of 2.1 MB" in str(
+        error.value
+    )
     assert "ulimit -f" in str(error.value)
 
 
 @pytest.mark.parametrize(
     "made",
-    ["np.ones(1 << 26)", "torch.ones(1 << 27)", "{'k': [np.ones(1 << 26)]}", "np.ones((8, 1 << 23))[1:]"],
+    [
+        "np.ones(1 << 26)",
+        "torch.ones(1 << 27)",
+        "{'k': [np.ones(1 << 26)]}",
+        "np.ones((8, 1 << 23))[1:]",
+    ],
 )
 def test_what_can_be_mapped_comes_and_the_rest_is_named(made: str) -> None:
     """A limit of the kernel's address space (``ulimit -v``) costs the names that are too large for it."""

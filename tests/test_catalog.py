@@ -43,7 +43,9 @@ def test_types_of_ones_own(tmp_path: Path) -> None:
         tmp_path,
         '[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\nvms = [1, 3]\n[instances."g2.8"]\nvcpus=9\n',
     )
-    assert catalog.find("x1.2") == InstanceType(name="x1.2", vcpus=16, gpus=2, gpu_model="L40S", vms=(1, 3))
+    assert catalog.find("x1.2") == InstanceType(
+        name="x1.2", vcpus=16, gpus=2, gpu_model="L40S", vms=(1, 3)
+    )
     assert catalog.find("g2.8") == InstanceType(name="g2.8", vcpus=9)
     assert catalog.find("c1.4") == BUILT_IN_TYPES["c1.4"]
 
@@ -64,7 +66,8 @@ def test_project_wins_over_user_key_by_key(tmp_path: Path) -> None:
 def test_a_key_takes_what_its_option_takes(tmp_path: Path) -> None:
     """One grammar for what is typed above a cell and what holds for all."""
     catalog = config(
-        tmp_path, '[run]\nhang_timeout = "5min"\noutput = "0,2-3"\n[storage]\nshared = ["a", "b c"]\n'
+        tmp_path,
+        '[run]\nhang_timeout = "5min"\noutput = "0,2-3"\n[storage]\nshared = ["a", "b c"]\n',
     )
     header = parse_header(
         parse_magic_line("--gpus 4"), expand=str, catalog=catalog, visible_gpus=0, registered=()

@@ -59,7 +59,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], list
     """What each cell said: its own lines, those of taas, and its error."""
     project = tmp_path_factory.mktemp("project")
     account = tmp_path_factory.mktemp("account") / "account"
-    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(project), str(account)]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(Path(__file__).parent),
+        str(project),
+        str(account),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ran.returncode == 0, ran.stderr
     return [ast.literal_eval(line) for line in ran.stdout.splitlines() if line.startswith("[")]

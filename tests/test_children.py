@@ -76,7 +76,9 @@ def nothing_is_left(book: Notebook) -> Iterator[None]:
 
 def same_model(book: Notebook, path: str) -> bool:
     """Whether a saved model is the one that two ranks train, in which ``mp.spawn`` is adopted."""
-    book.good("#!g2.2\n#pragma taas --gpus 2\nmp.spawn(train, args=(2, free_port(), 'ranks.pt'), nprocs=2)")
+    book.good(
+        "#!g2.2\n#pragma taas --gpus 2\nmp.spawn(train, args=(2, free_port(), 'ranks.pt'), nprocs=2)"
+    )
     compared = f"all(torch.equal(a, b) for a, b in zip(torch.load('{path}').values(), torch.load('ranks.pt').values()))"
     return book.value(compared) == "True"
 
@@ -166,7 +168,9 @@ def test_shared_memory_of_torchs_file_system_strategy_goes_with_its_rank(
     assert all(managers and len(files) >= 20 for managers, files in found)
     ranks = {int(name.split("_")[1]) for _, files in found for name in files}
     assert len(ranks) == 2
-    managers = [psutil.Process(pid) for managers, _ in found for pid in managers if psutil.pid_exists(pid)]
+    managers = [
+        psutil.Process(pid) for managers, _ in found for pid in managers if psutil.pid_exists(pid)
+    ]
     until(lambda: not any(map(_at_work, managers)))
     left = [Path("/dev/shm", name) for _, files in found for name in files]
     assert not any(path.exists() for path in left)

@@ -23,7 +23,11 @@ CELLS = (
 def _notebook(folder: Path) -> Path:
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     book.cells[1].metadata["tags"] = ["parameters"]
-    book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    book.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     nbformat.write(book, folder / "book.ipynb")
     return folder / "book.ipynb"
 
@@ -45,7 +49,19 @@ def _run(*words: str, folder: Path, given: str = "") -> str:
 @pytest.mark.parametrize(
     ("words", "total"),
     [
-        (["-m", "nbconvert", "--to", "notebook", "--execute", "--output", "out.ipynb", "book.ipynb"], 4),
+        (
+            [
+                "-m",
+                "nbconvert",
+                "--to",
+                "notebook",
+                "--execute",
+                "--output",
+                "out.ipynb",
+                "book.ipynb",
+            ],
+            4,
+        ),
         (["-m", "papermill", "-p", "count", "5", "book.ipynb", "out.ipynb"], 10),
     ],
     ids=["nbconvert", "papermill"],
@@ -84,9 +100,13 @@ def test_a_script(tmp_path: Path) -> None:
         '"""Train."""\nimport os, sys\nprint(sys.argv, os.environ["WORLD_SIZE"])\n'
         'open("who.txt", "w").write(os.environ["RANK"])\nassert "x" not in os.environ, "asked to fail"\n'
     )
-    assert "['<cell>'] 2\n" in _run("-m", "taas.cli", "run", "train.py", "--gpus", "2", folder=tmp_path)
+    assert "['<cell>'] 2\n" in _run(
+        "-m", "taas.cli", "run", "train.py", "--gpus", "2", folder=tmp_path
+    )
     assert (tmp_path / "who.txt").read_text() == "0"
-    (tmp_path / "own.py").write_text("#pragma taas --gpus 3\nimport os\nprint(os.environ['WORLD_SIZE'])\n")
+    (tmp_path / "own.py").write_text(
+        "#pragma taas --gpus 3\nimport os\nprint(os.environ['WORLD_SIZE'])\n"
+    )
     assert "3\n" in _run("-m", "taas.cli", "run", "own.py", folder=tmp_path)
     for words, status, said in (
         (["own.py", "--gpus", "2"], 2, "a header of its own"),

@@ -44,7 +44,9 @@ def test_the_clouds_file_is_what_ray_up_takes() -> None:
     jsonschema.validate(config, json.loads(schema.read_text()))
     types = config["available_node_types"]
     assert config["head_node_type"] in types
-    assert {name for name, kind in types.items() if name.replace("_", ".") in kind["resources"]} == {
+    assert {
+        name for name, kind in types.items() if name.replace("_", ".") in kind["resources"]
+    } == {
         "g2_8",
         "c1_4",
     }
@@ -78,7 +80,9 @@ def test_the_ray_cluster_of_kubernetes() -> None:
             "spec": group["template"]["spec"],
         }
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
-    offered = [json.loads(json.loads(group["rayStartParams"]["resources"])) for _, group in groups[1:]]
+    offered = [
+        json.loads(json.loads(group["rayStartParams"]["resources"])) for _, group in groups[1:]
+    ]
     assert offered == [{"g2.8": 1}, {"c1.4": 1}]
 
 

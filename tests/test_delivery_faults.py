@@ -28,7 +28,9 @@ pytestmark = pytest.mark.slow
 class Slow(Dataset):
     """Ten milliseconds an element."""
 
-    def __init__(self, length: int = 120, seconds: float = 0.01, shape: tuple[int, ...] = (64,)) -> None:
+    def __init__(
+        self, length: int = 120, seconds: float = 0.01, shape: tuple[int, ...] = (64,)
+    ) -> None:
         self.length, self.seconds, self.shape = length, seconds, shape
 
     def __len__(self) -> int:
@@ -85,7 +87,9 @@ def undisturbed(loader: DataLoader, ranks: int, **config: Any) -> Any:
 
 
 def slow_loader() -> DataLoader:
-    return DataLoader(Slow(), batch_size=1, generator=torch.Generator().manual_seed(3), shuffle=True)
+    return DataLoader(
+        Slow(), batch_size=1, generator=torch.Generator().manual_seed(3), shuffle=True
+    )
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
@@ -100,7 +104,9 @@ def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
     assert disturbed == undisturbed(slow_loader(), 2)
 
 
-@pytest.mark.parametrize("how", ["shared memory", "frozen", "tcp", "tcp, and the coordinator is told"])
+@pytest.mark.parametrize(
+    "how", ["shared memory", "frozen", "tcp", "tcp, and the coordinator is told"]
+)
 def test_a_lost_data_vm_loses_and_doubles_nothing(how: str) -> None:
     """A pool SIGKILLed, its workers with it, or all of them SIGSTOPped: the other VM goes on; the loss is reported."""
     shared, silence = "tcp" not in how, 5.0 if how in ("frozen", "tcp") else 60.0
@@ -315,14 +321,19 @@ def test_memory_is_pinned_as_torchs_loader_does() -> None:
             got.append(str(error))
         return got
 
-    with DeliveryRun({"d": DataLoader(torch.arange(30), collate_fn=Pinnable, pin_memory=True)}) as run:
+    with DeliveryRun(
+        {"d": DataLoader(torch.arange(30), collate_fn=Pinnable, pin_memory=True)}
+    ) as run:
         [got] = run.ranks(body)
     assert got == [*((number, True) for number in range(13)), "not this one"]
 
 
 @pytest.mark.parametrize(
     ("place", "error"),
-    [(place, KeyError("no such image")) for place in ("getitem", "collate", "init", "sampler", "stream")]
+    [
+        (place, KeyError("no such image"))
+        for place in ("getitem", "collate", "init", "sampler", "stream")
+    ]
     + [("getitem", SystemExit(3)), ("sampler", KeyboardInterrupt()), ("stream", GeneratorExit())],
     ids=repr,
 )
@@ -393,7 +404,9 @@ def test_units_end_the_iteration_then_the_next_one() -> None:
     for steps, message in results:
         assert steps == [10, 10, 5]
         assert "--units d=NUMBER" in message
-    assert any("51 units over 2 ranks are 25 steps a rank; 1 units are left over" in note for note in notes)
+    assert any(
+        "51 units over 2 ranks are 25 steps a rank; 1 units are left over" in note for note in notes
+    )
 
 
 def test_an_infinite_loader_ends_with_its_units() -> None:
@@ -409,7 +422,9 @@ def test_an_infinite_loader_ends_with_its_units() -> None:
     def body(_rank: int, loaders: dict[str, Any]) -> Any:
         return [x.tolist() for x in loaders["d"]], len(loaders["d"])
 
-    with DeliveryRun({"d": DataLoader(Endless(), batch_size=None)}, ranks=2, units={"d": 20}) as run:
+    with DeliveryRun(
+        {"d": DataLoader(Endless(), batch_size=None)}, ranks=2, units={"d": 20}
+    ) as run:
         results = run.ranks(body)
     assert results == [([[i] for i in range(r, 20, 2)], 10) for r in (0, 1)]
 
@@ -425,7 +440,9 @@ def test_ranks_that_disagree_about_the_epoch_are_told() -> None:
             return str(error)
 
     sampler = torch.utils.data.DistributedSampler(Slow(40, 0.0), num_replicas=2, rank=0)
-    with DeliveryRun({"d": DataLoader(Slow(40, 0.0), batch_size=1, sampler=sampler)}, ranks=2) as run:
+    with DeliveryRun(
+        {"d": DataLoader(Slow(40, 0.0), batch_size=1, sampler=sampler)}, ranks=2
+    ) as run:
         results = run.ranks(body)
     assert sorted(isinstance(result, str) for result in results) == [False, True]
 
@@ -461,7 +478,9 @@ def test_memory_stays_within_the_slab() -> None:
         assert run.ranks(body) == [200]
         held = []
         for fd in Path(f"/proc/{run.coordinator.process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it closes the ranks' connections meanwhile
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # it closes the ranks' connections meanwhile
                 if "taas-slab" in str(fd.readlink()):
                     held.append(fd.stat().st_blocks * 512)
     assert len(held) == 1

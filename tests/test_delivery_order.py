@@ -100,7 +100,9 @@ class Eager(Sampler):
 
 
 def sorted_by_value(samples: list[Any]) -> Any:
-    return torch.stack([s["x"] for s in sorted(samples, key=lambda s: -s["at"])]), [s["at"] for s in samples]
+    return torch.stack([s["x"] for s in sorted(samples, key=lambda s: -s["at"])]), [
+        s["at"] for s in samples
+    ]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -119,14 +121,22 @@ MAKERS: dict[str, Callable[[], DataLoader]] = {
         Squares(), batch_size=4, shuffle=True, generator=generator(2), num_workers=2
     ),
     "persistent": lambda: DataLoader(
-        Squares(), batch_size=4, shuffle=True, generator=generator(2), num_workers=2, persistent_workers=True
+        Squares(),
+        batch_size=4,
+        shuffle=True,
+        generator=generator(2),
+        num_workers=2,
+        persistent_workers=True,
     ),
     "batch_sampler": lambda: DataLoader(
-        Squares(), batch_sampler=BatchSampler(RandomSampler(range(50), generator=generator(7)), 6, False)
+        Squares(),
+        batch_sampler=BatchSampler(RandomSampler(range(50), generator=generator(7)), 6, False),
     ),
     "own_sampler": lambda: DataLoader(Squares(), batch_sampler=Lengths()),
     "weighted": lambda: DataLoader(Squares(), batch_size=4, sampler=weighted()),
-    "unbatched": lambda: DataLoader(Squares(), batch_size=None, sampler=SequentialSampler(range(50))),
+    "unbatched": lambda: DataLoader(
+        Squares(), batch_size=None, sampler=SequentialSampler(range(50))
+    ),
     "collate": lambda: DataLoader(Squares(), batch_size=5, collate_fn=sorted_by_value),
     "eager": lambda: DataLoader(range(12), batch_size=None, sampler=Eager()),
     "eager_persistent": lambda: DataLoader(
@@ -152,7 +162,10 @@ def plain(value: Any) -> Any:
 
 
 def iterate(_rank: int, loaders: dict[str, Any]) -> dict[str, list[list[Any]]]:
-    return {name: [[plain(e) for e in loader] for _ in range(EPOCHS)] for name, loader in loaders.items()}
+    return {
+        name: [[plain(e) for e in loader] for _ in range(EPOCHS)]
+        for name, loader in loaders.items()
+    }
 
 
 def expected(name: str) -> list[list[Any]]:
@@ -162,7 +175,9 @@ def expected(name: str) -> list[list[Any]]:
 
 
 def merged(per_rank: list[list[Any]]) -> list[Any]:
-    assert len({len(elements) for elements in per_rank}) == 1, "all ranks get the same number of steps"
+    assert len({len(elements) for elements in per_rank}) == 1, (
+        "all ranks get the same number of steps"
+    )
     return [element for row in zip(*per_rank, strict=True) for element in row]
 
 
@@ -226,7 +241,12 @@ ELEMENTS: dict[str, Any] = {
 def same(a: Any, b: Any) -> None:
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape, a.requires_grad, a.layout) == (b.dtype, b.shape, b.requires_grad, b.layout)
+        assert (a.dtype, a.shape, a.requires_grad, a.layout) == (
+            b.dtype,
+            b.shape,
+            b.requires_grad,
+            b.layout,
+        )
         assert torch.equal(a.to_dense() if a.is_sparse else a, b.to_dense() if b.is_sparse else b)
         if a.dim() == 4:
             assert a.stride() == b.stride(), "channels_last stays channels_last"
@@ -420,7 +440,9 @@ def stopping(iterations: int, steps: Callable[[int], int]) -> Callable[..., Any]
 def going_on(_rank: int, loaders: dict[str, Any]) -> Any:
     resumed = taas.resume()
     places = {name: tuple(resumed[loader]) for name, loader in loaders.items()}
-    return places, {name: [[plain(e) for e in loader] for _ in range(2)] for name, loader in loaders.items()}
+    return places, {
+        name: [[plain(e) for e in loader] for _ in range(2)] for name, loader in loaders.items()
+    }
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -434,7 +456,9 @@ def test_a_second_start_goes_on_at_the_lowest_step_not_done_by_all(name: str) ->
         wait_for_delivery(first, 2 * steps + 6)
     assert first.places == {name: ResumePoint(1, 2, steps)}
     torch.manual_seed(11)
-    with DeliveryRun({name: MAKERS[name]()}, ranks=2, vms=2, slab=4 << 20, places=first.places) as second:
+    with DeliveryRun(
+        {name: MAKERS[name]()}, ranks=2, vms=2, slab=4 << 20, places=first.places
+    ) as second:
         results = second.ranks(going_on)
     assert [places for places, _ in results] == 2 * [{name: (1, 2)}]
     for at, wanted in ((0, expected(name)[1][4:]), (1, expected(name)[2])):
@@ -453,7 +477,9 @@ def test_units_of_both_starts_are_added_up() -> None:
         return steps
 
     places = {"d": ResumePoint(1, 4, 6)}
-    with DeliveryRun({"d": MAKERS["plain"]()}, ranks=2, places=places, units={"*": 30}, slab=4 << 20) as run:
+    with DeliveryRun(
+        {"d": MAKERS["plain"]()}, ranks=2, places=places, units={"*": 30}, slab=4 << 20
+    ) as run:
         assert run.ranks(body) == [[2, 3], [2, 3]]
 
 

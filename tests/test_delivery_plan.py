@@ -29,7 +29,11 @@ from taas.delivery.messages import (
 from taas.delivery.plan import Plan, plan_number
 
 
-@given(length=st.integers(0, 40), ranks=st.integers(1, 9), uneven=st.sampled_from(["drop", "pad", "raise"]))
+@given(
+    length=st.integers(0, 40),
+    ranks=st.integers(1, 9),
+    uneven=st.sampled_from(["drop", "pad", "raise"]),
+)
 def test_rows_are_whole_and_in_order(length: int, ranks: int, uneven: Any) -> None:
     """Element seq is step seq // N of rank seq % N; the last row is dropped, or filled up from the first."""
     plan = Plan(1, 0, 0, None, ranks, uneven)
@@ -103,7 +107,9 @@ class World:
             upto = min(at + message.count, self.lengths[loader])
             self.drawn[message.plan] = (loader, upto)
             indices = [pickle.dumps(i) for i in range(at, upto)]
-            self.ledger.plans.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
+            self.ledger.plans.planned(
+                Planned(message.plan, 5, indices, upto == self.lengths[loader])
+            )
         elif isinstance(message, list):
             for ticket in message:
                 self.check_slot(ticket)
@@ -196,7 +202,9 @@ class World:
     def close(self, rank: int, plan: int, consumed: int) -> None:
         """The rank has ended a loop: what is here of it is dropped."""
         self.forget(rank, plan)
-        self.ledger.progressed(rank, Progress([PlanProgress(plan, consumed, consumed, True)], [], 0.0))
+        self.ledger.progressed(
+            rank, Progress([PlanProgress(plan, consumed, consumed, True)], [], 0.0)
+        )
 
     def forget(self, rank: int, plan: int) -> None:
         self.closed[rank].add(plan)
@@ -209,7 +217,9 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
 
     They set epochs that nobody predicts: what was made for others is dropped.
     """
-    got: list[list[list[int]]] = [[[] for _ in range(epochs * len(world.lengths))] for _ in range(world.n)]
+    got: list[list[list[int]]] = [
+        [[] for _ in range(epochs * len(world.lengths))] for _ in range(world.n)
+    ]
     at = [0] * world.n
     begun = [False] * world.n
     while any(a < epochs * len(world.lengths) for a in at):

@@ -78,7 +78,10 @@ def test_a_loader_in_other_objects(notebook: Notebook) -> None:
         "#pragma taas --gpus 2 --cpus 1\nseen = [int(b[0]) for b in numbers]; new = [numbers]; same = held['l'] is numbers"
     )
     assert "did not come back" not in ran.stdout
-    assert notebook.value("seen, same, new[0] is numbers, held['l'] is numbers") == "[0] True True True"
+    assert (
+        notebook.value("seen, same, new[0] is numbers, held['l'] is numbers")
+        == "[0] True True True"
+    )
 
 
 def test_units_past_a_finite_loader(registered: Notebook) -> None:
@@ -111,7 +114,9 @@ def test_the_live_line_and_the_environment(registered: Notebook) -> None:
         "        return os.environ['WHERE_DATA_IS'] + os.environ.get('CUDA_VISIBLE_DEVICES', ' and GPUs')\n"
         "reading = DataLoader(Reading(), batch_size=3); taas.register(reading);"
     )
-    ran = registered.good(HEAD + " --name reader\nplaces = {place for batch in reading for place in batch}")
+    ran = registered.good(
+        HEAD + " --name reader\nplaces = {place for batch in reading for place in batch}"
+    )
     assert registered.value("places") == "{'bucket'}"
     last = (ran.displays + ran.updates)[-1]["data"]["text/plain"]
     assert re.search(r"10 of 10 units, \d+/s, waited \d+\.\d s", last), last
@@ -188,7 +193,9 @@ def test_a_run_that_resumes_goes_on_in_the_middle_of_an_epoch(registered: Notebo
     assert registered.value("seen == expected[1][step:] + expected[2]") == "True"
     same = "torch.equal(loader.generator.get_state(), reference.generator.get_state())"
     assert registered.value(same) == "True"
-    assert registered.value("taas.resume(), taas.resume()[loader]").startswith("Resumed(restart=0) Position(")
+    assert registered.value("taas.resume(), taas.resume()[loader]").startswith(
+        "Resumed(restart=0) Position("
+    )
 
 
 PARTS = """
@@ -250,7 +257,9 @@ def test_data_workers_have_what_the_cell_binds_as_the_notebook_has_it(
     assert said in ran.stdout
     assert registered.value("str(seen).replace(' ', '').replace('\\n', '')") == expected
     if "scale" in binds:
-        assert registered.value("scale") in ("3.0", "0", "5.0"), "the notebook has what the cell bound"
+        assert registered.value("scale") in ("3.0", "0", "5.0"), (
+            "the notebook has what the cell bound"
+        )
 
 
 def test_kept_ranks_do_not_take_what_data_workers_have_for_theirs(registered: Notebook) -> None:
@@ -262,7 +271,9 @@ def test_kept_ranks_do_not_take_what_data_workers_have_for_theirs(registered: No
     registered.good("table_too = table")
     registered.good(f"{HEAD} --keep\ntable = [8]\nseen = [batch for batch in loader]")
     registered.good(f"{HEAD} --keep\nthere = table_too, table, [batch for batch in loader]")
-    assert registered.value("seen, there, there[0] is table_too") == "[7, 7] ([7], [8], [8, 8]) True"
+    assert (
+        registered.value("seen, there, there[0] is table_too") == "[7, 7] ([7], [8], [8, 8]) True"
+    )
 
 
 def test_what_only_the_cell_binds_is_told_before_it_starts(registered: Notebook) -> None:

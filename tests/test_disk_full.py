@@ -84,7 +84,12 @@ def _fill(small: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "then"),
-    [("starting", "goes on"), ("training", "interrupt"), ("delivering", "goes on"), ("ending", "goes on")],
+    [
+        ("starting", "goes on"),
+        ("training", "interrupt"),
+        ("delivering", "goes on"),
+        ("ending", "goes on"),
+    ],
 )
 def test_it_fills_up_while_a_cell(stage: Stage, small: Path, state: str, then: str) -> None:
     """The cell ends as it would, with its names; nothing of the run is left, and with room the next one runs."""

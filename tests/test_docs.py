@@ -52,7 +52,11 @@ def slugs(document: Path) -> set[str]:
 def test_options_in_documents_exist(path: Path) -> None:
     """Each option that a document names is an option of the header or of a verb."""
     named = set(CELL_OPTION.findall(path.read_text())) - OF_OTHER_PROGRAMS
-    assert named <= {*OPTIONS, ON.name, *(option.name for verb in VERBS.values() for option in verb.options)}
+    assert named <= {
+        *OPTIONS,
+        ON.name,
+        *(option.name for verb in VERBS.values() for option in verb.options),
+    }
 
 
 def first_column(name: str) -> list[str]:
@@ -64,7 +68,11 @@ def first_column(name: str) -> list[str]:
 def test_every_option_and_every_key_has_its_row() -> None:
     """The table of options, and that of the keys of ``taas.toml``, have all that there are, and no others."""
     assert set(CELL_OPTION.findall(" ".join(first_column("cell.md")))) == {*OPTIONS, ON.name}
-    keys = {*_KEYS, *SETTINGS, *(f'instances."NAME".{field.name}' for field in fields(InstanceType)[1:])}
+    keys = {
+        *_KEYS,
+        *SETTINGS,
+        *(f'instances."NAME".{field.name}' for field in fields(InstanceType)[1:]),
+    }
     documented = {row for row in first_column("configuration.md") if "." in row}
     assert documented == keys
 
@@ -81,7 +89,9 @@ def test_what_troubleshooting_quotes_is_printed() -> None:
 def words(node: ast.AST) -> str | None:
     """The text of a string, with what an f-string puts in left out."""
     if isinstance(node, ast.JoinedStr):
-        return "\0".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values)
+        return "\0".join(
+            part.value if isinstance(part, ast.Constant) else "" for part in node.values
+        )
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 

@@ -61,9 +61,9 @@ def test_what_looks_like_a_cell_is_one(document: Path) -> None:
     )
     for block in BLOCK.finditer(text):
         if block["text"] is not None and block["info"] not in ("python", "bash", "toml", "yaml"):
-            assert not re.search(r"^(#!\S|#pragma|%+\w|import |from )", block["text"], re.MULTILINE), block[
-                "text"
-            ]
+            assert not re.search(
+                r"^(#!\S|#pragma|%+\w|import |from )", block["text"], re.MULTILINE
+            ), block["text"]
 
 
 @pytest.mark.parametrize("document", WITH_CELLS, ids=lambda path: path.name)
@@ -81,7 +81,10 @@ def test_configuration_files_are_accepted(tmp_path: Path, monkeypatch: pytest.Mo
     """A ``toml`` block is a ``taas.toml``."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     found = [
-        block for path in DOCUMENTS for block in BLOCK.finditer(path.read_text()) if block["info"] == "toml"
+        block
+        for path in DOCUMENTS
+        for block in BLOCK.finditer(path.read_text())
+        if block["info"] == "toml"
     ]
     assert found
     for block in found:

@@ -71,7 +71,9 @@ def test_what_gpus_do_needs_nvidia_ml_py(
 
 def test_the_report_has_a_verdict_and_advice() -> None:
     """Text and HTML have the same lines; what has to be done is counted."""
-    shown = doctor.report([Finding("ok", "torch", "2.9"), Finding("bad", "ports", "<none>", "open them")])
+    shown = doctor.report(
+        [Finding("ok", "torch", "2.9"), Finding("bad", "ports", "<none>", "open them")]
+    )
     assert shown.text.splitlines() == [
         "   looked at  found",
         "✓  torch      2.9",

@@ -71,7 +71,9 @@ def test_names_files_and_a_loss(book: Notebook) -> None:
 
     %taas release ends the agents.
     """
-    ran = book.good(f"#pragma taas --gpus 2 --output all --collect rank{CELL}rank = os.environ['RANK'] * 2")
+    ran = book.good(
+        f"#pragma taas --gpus 2 --output all --collect rank{CELL}rank = os.environ['RANK'] * 2"
+    )
     assert [line for line in ran.own.splitlines() if "[" not in line] == []
     assert sorted(line for line in ran.own.splitlines() if "[" in line) == [
         *("[rank 0] first", "[rank 0] rank 0", "[rank 1] first", "[rank 1] rank 1")
@@ -117,8 +119,15 @@ def test_a_project_that_is_not_seen_there(book: Notebook, tmp_path: Path) -> Non
     ran = book.end()
     assert ran.status == "ok", ran
     assert book.value("found") == "(True, 'notebook', ['model.py', 'shards'])"
-    texts = {name: (book.folder / name).read_text() for name in ("shards/0.pt", "shards/1.pt", "both.txt")}
-    assert texts == {"shards/0.pt": "of rank 0", "shards/1.pt": "of rank 1", "both.txt": "of rank 0"}
+    texts = {
+        name: (book.folder / name).read_text()
+        for name in ("shards/0.pt", "shards/1.pt", "both.txt")
+    }
+    assert texts == {
+        "shards/0.pt": "of rank 0",
+        "shards/1.pt": "of rank 1",
+        "both.txt": "of rank 0",
+    }
     assert "kept: model.py (1 file, 13 bytes) as the run wrote it" in ran.stdout
     assert "kept: only-1.txt (1 file, 9 bytes) from rank 1" in ran.stdout
     book.good("%taas recover fox --overwrite")
@@ -166,10 +175,15 @@ def test_a_large_file_comes_when_it_is_opened(book: Notebook) -> None:
 
     What rank 0 changes in it comes back as any other file.
     """
-    book.good("import os, numpy as np\nos.mkdir('data')\nnp.save('data/large.npy', np.arange(2_000_000))")
+    book.good(
+        "import os, numpy as np\nos.mkdir('data')\nnp.save('data/large.npy', np.arange(2_000_000))"
+    )
     (book.folder / "unread.bin").write_bytes(bytes(9 << 20))
     book.good(LATE)
-    assert book.value("[one[0] for one in found], missing") == "[1999999000000, 1999999000000] [False, True]"
+    assert (
+        book.value("[one[0] for one in found], missing")
+        == "[1999999000000, 1999999000000] [False, True]"
+    )
     before = book.value("[one[1:] for one in found]")
     book.good(LATE)
     assert book.value("[one[1:] for one in found]") == before, "it was there"
@@ -179,7 +193,9 @@ def test_a_large_file_comes_when_it_is_opened(book: Notebook) -> None:
     book.good(LATE_DATA)
     book.good("#!g2.1\n#pragma taas --gpus 2 --cpus 2\ngot = [rows.tolist() for rows in loader]")
     assert book.value("got") == "[[0, 2, 4, 6]]"
-    ran = book.good("#!g2.1\n#pragma taas --gpus 2\nnp.load('data/large.npy', mmap_mode='r+')[0] = 7")
+    ran = book.good(
+        "#!g2.1\n#pragma taas --gpus 2\nnp.load('data/large.npy', mmap_mode='r+')[0] = 7"
+    )
     assert "before" not in ran.stdout
     assert book.value("np.load('data/large.npy')[:2].tolist()") == "[7, 2]"
     assert [path.name for path in (book.folder / "data").iterdir()] == ["large.npy"]

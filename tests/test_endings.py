@@ -17,9 +17,7 @@ from taas.wire.clients import RunRequest, Stacks
 
 pytestmark = pytest.mark.slow
 
-GROUP = (
-    "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
-)
+GROUP = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
 STOOD = "rank 0's names came back as they stood"
 
 
@@ -54,7 +52,10 @@ def no_rank_is_left(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory
 def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     """So does one after them all."""
     yield
-    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ['WORLD_SIZE'])").own == "2\n"
+    assert (
+        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ['WORLD_SIZE'])").own
+        == "2\n"
+    )
 
 
 def interrupted(notebook: Notebook, body: str) -> Ran:
@@ -85,11 +86,15 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
     assert (notebook.folder / "checkpoint").stat().st_size == 4_000_000
     assert notebook.value("saved, steps > 0") == "True True"
     lines = [update["data"]["text/plain"] for update in ran.updates]
-    assert any("interrupted: the cell is finishing; press again to end it" in line for line in lines)
+    assert any(
+        "interrupted: the cell is finishing; press again to end it" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
-def test_an_interrupt_waits_for_c_code_that_takes_its_time(notebook: Notebook, library: str) -> None:
+def test_an_interrupt_waits_for_c_code_that_takes_its_time(
+    notebook: Notebook, library: str
+) -> None:
     """The line says what it is in; ``except`` runs, and groups are whole. Also of code that holds the GIL."""
     with (notebook.folder / "spin").open("w+b") as file:
         file.truncate(4)
@@ -242,13 +247,17 @@ SWALLOWED = ("!",)
 
 
 @pytest.mark.parametrize("what", RUNS)
-def test_one_press_ends_a_program_that_the_cell_runs(notebook: Notebook, tmp_path: Path, what: str) -> None:
+def test_one_press_ends_a_program_that_the_cell_runs(
+    notebook: Notebook, tmp_path: Path, what: str
+) -> None:
     """It gets the signal as in a terminal, and the cell a KeyboardInterrupt; ``finally`` runs."""
     notebook.good(
         f"program = 'touch {tmp_path}/$RANK; exec sleep 600'\norder = []\n"
         "import ctypes, os, subprocess, threading, time"
     )
-    notebook.start(f"#pragma taas --gpus 2\ntry:\n    {RUNS[what]}\nfinally:\n    order.append('finally')")
+    notebook.start(
+        f"#pragma taas --gpus 2\ntry:\n    {RUNS[what]}\nfinally:\n    order.append('finally')"
+    )
     until(lambda: len(list(tmp_path.iterdir())) == 2)
     notebook.interrupt()
     ran = notebook.end()
@@ -256,7 +265,9 @@ def test_one_press_ends_a_program_that_the_cell_runs(notebook: Notebook, tmp_pat
     assert notebook.value("order") == "['finally']"
 
 
-def test_a_program_that_handles_an_interrupt_comes_to_its_end(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_program_that_handles_an_interrupt_comes_to_its_end(
+    notebook: Notebook, tmp_path: Path
+) -> None:
     """And a DataLoader's workers, which end at one, go on for ``except``."""
     notebook.good(
         f"program = '''trap 'touch {tmp_path}/cleaned-$RANK; exit 0' INT\n"
@@ -287,7 +298,9 @@ def test_an_interrupt_of_a_cell_that_awaits_and_does_not_handle_it(notebook: Not
         assert ran.ename == "KeyboardInterrupt"
         assert STOOD in ran.evalue
         assert notebook.value("order") == "[1, 2]"
-    ran = notebook.good("#pragma taas --gpus 2\nimport asyncio\nprint(await asyncio.sleep(0.01, 'slept'))")
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nimport asyncio\nprint(await asyncio.sleep(0.01, 'slept'))"
+    )
     assert ran.own == "slept\n"
 
 
@@ -395,7 +408,11 @@ def test_rank_1_fails_while_rank_0_is_in(notebook: Notebook, what: str) -> None:
         f"if os.environ['RANK'] == '1':\n    after_rank_0()\n    {end}\ntry:\n    {COMES}\n{stays}"
     )
     assert ran.ename == "CellFailed"
-    said = "was killed by SIGKILL: out of memory?" if "SIGKILL" in end else "raised ValueError: bad batch"
+    said = (
+        "was killed by SIGKILL: out of memory?"
+        if "SIGKILL" in end
+        else "raised ValueError: bad batch"
+    )
     assert f"rank 1 {said}" in ran.evalue
     assert STOOD in ran.evalue
     assert notebook.value(name) == value
@@ -435,7 +452,9 @@ def test_rank_0_fails(notebook: Notebook) -> None:
     ],
     ids=["rank 0 is killed", "a name cannot be packed"],
 )
-def test_what_does_not_come_is_said(notebook: Notebook, body: str, said: tuple[str, ...], holds: str) -> None:
+def test_what_does_not_come_is_said(
+    notebook: Notebook, body: str, said: tuple[str, ...], holds: str
+) -> None:
     """Nothing, where rank 0 is gone; else all others come, and the error is the cell's own."""
     ran = notebook.run(f"#pragma taas --gpus 2\n{body}")
     assert all(words in ran.evalue + ran.stdout + ran.stderr for words in said)
@@ -491,7 +510,8 @@ def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
     ran = notebook.end()
     assert ran.ename == "KeyboardInterrupt"
     assert (
-        "no names came back: rank 0 was ended by SIGKILL, since its names did not come in time" in ran.evalue
+        "no names came back: rank 0 was ended by SIGKILL, since its names did not come in time"
+        in ran.evalue
     )
 
 

@@ -25,7 +25,9 @@ def own_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_typed_wins_over_variable_over_file(own_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typed_wins_over_variable_over_file(
+    own_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``%taas engine`` wins over TAAS_ENGINE, that over ``taas.toml``, that over the local engine."""
     assert chosen.chosen(own_project).kind == "local"
     (own_project / "taas.toml").write_text(
@@ -76,21 +78,40 @@ def test_what_is_asked_of_slurm(own_project: Path) -> None:
     settings = settings_of(chosen.chosen(own_project).address)
     rest = ["--qos=long", "-v"]
     whole = ["--exclusive", "--mem=0"]
-    assert settings.asked_for(Demand("g2.8", 8)) == ["--partition=gpu", *whole, "--gres=gpu:8", *rest]
+    assert settings.asked_for(Demand("g2.8", 8)) == [
+        "--partition=gpu",
+        *whole,
+        "--gres=gpu:8",
+        *rest,
+    ]
     of_type = ["--partition=gpu", "--gres=gpu:a100:4", "--constraint=big", *rest]
     assert settings.asked_for(Demand("g2.4", 4)) == of_type
     assert settings.asked_for(Demand("c1.4")) == ["--partition=cpu", "--cpus-per-task=4", *rest]
-    assert settings.asked_for(Demand("g2.4", 4, rehearse=True)) == ["--partition=cpu", "--exclusive", *rest]
-    typed = chosen.read_choice(["slurm", "--partition=x", "--time=9"], "", load_catalog(own_project))
-    assert settings_of(typed.address).asked_for(Demand(None, 2))[:2] == ["--partition=x", "--time=9"]
+    assert settings.asked_for(Demand("g2.4", 4, rehearse=True)) == [
+        "--partition=cpu",
+        "--exclusive",
+        *rest,
+    ]
+    typed = chosen.read_choice(
+        ["slurm", "--partition=x", "--time=9"], "", load_catalog(own_project)
+    )
+    assert settings_of(typed.address).asked_for(Demand(None, 2))[:2] == [
+        "--partition=x",
+        "--time=9",
+    ]
 
 
 def test_versions_that_differ() -> None:
     """Versions that matter are compared, and the difference is named with what to install."""
     here = {"python": "3.11.7", "torch": "2.9.1+cu126", "jupyter-taas": "0.1.0", "numpy": "2.4"}
-    assert differing_versions({**here, "python": "3.11.9", "torch": "2.9.1", "numpy": "2.1"}, here) == ""
+    assert (
+        differing_versions({**here, "python": "3.11.9", "torch": "2.9.1", "numpy": "2.1"}, here)
+        == ""
+    )
     assert 'pip install "torch==2.9.1"' in differing_versions({**here, "torch": "2.9.0"}, here)
-    assert differing_versions({**here, "python": "3.12.1"}, here).endswith("has python 3.11.7, the VM 3.12.1")
+    assert differing_versions({**here, "python": "3.12.1"}, here).endswith(
+        "has python 3.11.7, the VM 3.12.1"
+    )
     assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
 
 
@@ -130,9 +151,13 @@ def test_a_comment_of_somebody_else_is_no_reason(line: str, error: str, says: st
     assert 'comment="taas: $said"' in script("python", JobAgents({}, ()))
 
 
-def test_the_variable_is_read_as_a_shell_reads_it(own_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_is_read_as_a_shell_reads_it(
+    own_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Quotes hold a value together; one that is not closed is said."""
-    monkeypatch.setenv("TAAS_ENGINE", "slurm --sbatch=\"--comment='two words' --qos=long\" --time=5")
+    monkeypatch.setenv(
+        "TAAS_ENGINE", "slurm --sbatch=\"--comment='two words' --qos=long\" --time=5"
+    )
     asked = settings_of(chosen.chosen(own_project).address).asked_for(Demand(None, 1))
     assert asked[-2:] == ["--comment=two words", "--qos=long"]
     assert "--time=5" in asked

@@ -23,11 +23,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.rglob("*.ipynb"))
 
 
-def run(*arguments: str | Path, cwd: Path, seconds: float = 170) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str | Path, cwd: Path, seconds: float = 170
+) -> subprocess.CompletedProcess[str]:
     """A program of the examples, in this Python."""
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds
+    )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -43,7 +47,9 @@ def test_notebooks_in_git_are_clean(path: Path) -> None:
 
 def headers(path: Path) -> list[RunSpec]:
     """What the headers of a notebook ask for."""
-    sources = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    sources = [
+        cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+    ]
     found = [header for header in map(find_header, sources) if header is not None]
     return [
         parse_header(header, expand=str, catalog=Catalog(), visible_gpus=0, registered=["loader"])
@@ -99,7 +105,10 @@ def test_runner_fails_with_the_notebook(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stdout
     assert "never" not in done.stdout
-    assert nbformat.read(tmp_path / "out" / "n.ipynb", as_version=4).cells[0].outputs[0].text == "before\n"
+    assert (
+        nbformat.read(tmp_path / "out" / "n.ipynb", as_version=4).cells[0].outputs[0].text
+        == "before\n"
+    )
 
 
 def run_example(name: str, folder: Path, *beside: str) -> tuple[str, list[dict[str, Any]]]:
@@ -109,7 +118,14 @@ def run_example(name: str, folder: Path, *beside: str) -> tuple[str, list[dict[s
     """
     for file in (name, *beside):
         shutil.copy(EXAMPLES / file, folder)
-    done = run(EXAMPLES / "run_notebook.py", folder / name, "--out", folder / "out", cwd=folder, seconds=380)
+    done = run(
+        EXAMPLES / "run_notebook.py",
+        folder / name,
+        "--out",
+        folder / "out",
+        cwd=folder,
+        seconds=380,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     executed = nbformat.read(folder / "out" / name, as_version=4)
     return done.stdout, [out for cell in executed.cells for out in cell.get("outputs", [])]
@@ -146,10 +162,14 @@ def test_data_vms_share_the_reading(tmp_path: Path) -> None:
 
 @pytest.mark.slow(rows=1)
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["image_shards", "transformer", "evaluation", "checkpoint", "sweep"])
+@pytest.mark.parametrize(
+    "name", ["image_shards", "transformer", "evaluation", "checkpoint", "sweep"]
+)
 def test_an_example_runs_to_its_end(name: str, tmp_path: Path) -> None:
     """Their last cells assert what they show; the sweep's table is there."""
     pytest.importorskip("sklearn")
     pytest.importorskip("pandas")  # of the sweep's table
     printed, _ = run_example(f"{name}.ipynb", tmp_path)
-    assert name != "sweep" or len(re.findall(r"^\d +\d\.\d+ +\d\.\d+$", printed, re.M)) == 3, printed
+    assert name != "sweep" or len(re.findall(r"^\d +\d\.\d+ +\d\.\d+$", printed, re.M)) == 3, (
+        printed
+    )

@@ -114,7 +114,12 @@ def _cells(path: Path) -> list[str]:
     """The code of an example, for ranks that have no GPU and are not rehearsed."""
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    changes = {"#!g2.8\n": "", "--gpus 8": "--gpus 2", '"cuda", local_rank': '"cpu"', '"nccl"': '"gloo"'}
+    changes = {
+        "#!g2.8\n": "",
+        "--gpus 8": "--gpus 2",
+        '"cuda", local_rank': '"cpu"',
+        '"nccl"': '"gloo"',
+    }
     changes |= {
         "torch.cuda.set_device(device)\n": "",
         ", device_ids=[local_rank]": "",
@@ -144,7 +149,9 @@ def test_the_example_as_a_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "loader", "options"), [("", OWN, ""), (REGISTERED, "", " --cpus 1")], ids=["own", "registered"]
+    ("before", "loader", "options"),
+    [("", OWN, ""), (REGISTERED, "", " --cpus 1")],
+    ids=["own", "registered"],
 )
 def test_torchrun_prints_the_same(tmp_path: Path, before: str, loader: str, options: str) -> None:
     """Classes, closures, a decorated function and data that they need; the second time the loader is registered."""

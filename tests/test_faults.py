@@ -24,7 +24,9 @@ def nothing_is_left(notebook: Notebook) -> Iterator[None]:
 def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     """So does one after them all."""
     yield
-    ran = notebook.good("#pragma taas --gpus 2\nimport os\nprint('world', os.environ['WORLD_SIZE'])")
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nimport os\nprint('world', os.environ['WORLD_SIZE'])"
+    )
     assert ran.own == "world 2\n"
 
 

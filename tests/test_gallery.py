@@ -51,7 +51,9 @@ def figures_of_torchrun(sources: list[str], folder: Path) -> list[float]:
     script = "\n".join(line for line in lines if not line.startswith(("%", "!")))
     (folder / "script.py").write_text(PRELUDE + script + REPORT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "figures.json").read_text())
 

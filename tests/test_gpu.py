@@ -32,7 +32,9 @@ from taas.engines.gpus import physical, refused_as_mig, visible_gpus
 GPUS = visible_gpus()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not GPUS, reason="no CUDA device on this machine, or CUDA_VISIBLE_DEVICES hides it"),
+    pytest.mark.skipif(
+        not GPUS, reason="no CUDA device on this machine, or CUDA_VISIBLE_DEVICES hides it"
+    ),
 ]
 GIB = 1 << 30
 SLACK = 128 << 20
@@ -201,10 +203,14 @@ def test_a_rank_has_its_device_from_the_start(notebook: Notebook) -> None:
         (f"#pragma taas --gpus {len(GPUS) + 1}", len(GPUS) + 1),
         ("#!g2.8\n#pragma taas --gpus 32", 32),
         ("#!g2.8\n#pragma taas --gpus 16", 16),
-        pytest.param("#!g2.8", 8, marks=pytest.mark.skipif(len(GPUS) >= 8, reason="this machine has 8 GPUs")),
+        pytest.param(
+            "#!g2.8", 8, marks=pytest.mark.skipif(len(GPUS) >= 8, reason="this machine has 8 GPUs")
+        ),
     ],
 )
-def test_too_few_gpus_are_refused_before_anything_starts(fresh: Notebook, header: str, asked: int) -> None:
+def test_too_few_gpus_are_refused_before_anything_starts(
+    fresh: Notebook, header: str, asked: int
+) -> None:
     """The cell says how many there are and what to type; NCCL never gets to say "Duplicate GPU detected"."""
     if asked <= len(GPUS):
         pytest.skip(f"this machine has {len(GPUS)} GPUs")
@@ -251,7 +257,9 @@ def test_rehearse_runs_cpu_ranks_and_hides_the_gpus(notebook: Notebook) -> None:
 def test_a_notebook_that_hides_its_gpus_rehearses(fresh: Notebook) -> None:
     """``CUDA_VISIBLE_DEVICES`` set empty in the notebook is a machine without GPUs."""
     fresh.good("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''")
-    ran = fresh.good("#pragma taas --gpus 2\nimport torch\nprint(torch.ones(1, device='cuda').device)")
+    ran = fresh.good(
+        "#pragma taas --gpus 2\nimport torch\nprint(torch.ones(1, device='cuda').device)"
+    )
     assert "rehearsed on CPU (no GPU here)" in live_line(ran)
     assert ran.own == "cpu\n"
 
@@ -349,7 +357,8 @@ def test_ranks_above_0_have_no_context_on_gpu_0(notebook: Notebook, first: str) 
 
 
 @pytest.mark.skipif(
-    not Path("/proc/driver/nvidia/gpus").is_dir(), reason="this container does not show the driver's files"
+    not Path("/proc/driver/nvidia/gpus").is_dir(),
+    reason="this container does not show the driver's files",
 )
 def test_gpus_are_known_by_their_places_on_the_bus() -> None:
     """As the driver names them, which ``nvidia-smi`` shows; whole ones are refused to nobody. Not run on a GPU yet."""
@@ -397,7 +406,9 @@ def test_gpu_memory_is_free_between_kept_cells(notebook: Notebook) -> None:
         f"#pragma taas --gpus 1 --keep\nimport torch\nbig = torch.empty({4 * GIB}, dtype=torch.uint8, device='cuda')\n"
         "del big\nsmall = torch.ones(1, device='cuda')"
     )
-    assert int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - 2 * GIB  # the rank's context stays
+    assert (
+        int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - 2 * GIB
+    )  # the rank's context stays
     notebook.good("%taas release\ndel small")
 
 
@@ -466,17 +477,21 @@ def test_captured_cuda_tensors_change_in_place(notebook: Notebook) -> None:
     )
     assert ran.own == "cuda:0 cuda:0 cpu 8\n"
     assert notebook.value("all(a is b for a, b in zip(objects, (x, tail, host, pinned)))") == "True"
-    assert notebook.value("x.data_ptr() == memory, x.tolist()") == ("True [0.0, 1.0, 12.0, 13.0, 14.0, 15.0]")
+    assert notebook.value("x.data_ptr() == memory, x.tolist()") == (
+        "True [0.0, 1.0, 12.0, 13.0, 14.0, 15.0]"
+    )
     assert notebook.value("host.tolist(), pinned.tolist(), pinned.is_pinned()") == (
         "[1.0, 1.0] [2.0, 2.0, 2.0, 2.0] True"
     )
-    assert notebook.value("new.is_cuda, new_tail.data_ptr() - new.data_ptr(), host_copy.is_cuda") == (
-        "False 4 False"
-    )
+    assert notebook.value(
+        "new.is_cuda, new_tail.data_ptr() - new.data_ptr(), host_copy.is_cuda"
+    ) == ("False 4 False")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(notebook: Notebook, device: str) -> None:
+def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(
+    notebook: Notebook, device: str
+) -> None:
     """Trained on the GPU, wherever it lay before: same objects, same device, new values; training goes on here and there."""
     notebook.good(
         f"torch.manual_seed(0)\nmodel = nn.Linear(8, 1).to({device!r})\n"
@@ -493,9 +508,9 @@ def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(notebook: No
             "    model(batch.cuda()).square().mean().backward()\n"
             "    optimizer.step()\n"
         )
-    assert notebook.value("model.weight is weight, weight.device.type, weight.grad.device.type") == (
-        f"True {device} {device}"
-    )
+    assert notebook.value(
+        "model.weight is weight, weight.device.type, weight.grad.device.type"
+    ) == (f"True {device} {device}")
     assert notebook.value("torch.equal(weight, old)") == "False"
     assert notebook.value("optimizer.param_groups[0]['params'][0] is weight") == "True"
     assert notebook.value("bool(optimizer.state[weight]['momentum_buffer'].any())") == "True"
@@ -530,9 +545,13 @@ def test_a_gigabyte_on_the_gpu_travels(notebook: Notebook) -> None:
     """Large CUDA tensors arrive whole and come back whole."""
     length = 1 << 28
     notebook.good(f"large = torch.arange({length}, dtype=torch.int32, device='cuda')")
-    ran = notebook.good("#pragma taas --gpus 1\nprint(large.is_cuda, large.sum().item())\nlarge += 1")
+    ran = notebook.good(
+        "#pragma taas --gpus 1\nprint(large.is_cuda, large.sum().item())\nlarge += 1"
+    )
     assert ran.own == f"True {length * (length - 1) // 2}\n"
-    assert notebook.value("large.is_cuda, large.sum().item()") == f"True {length * (length + 1) // 2}"
+    assert (
+        notebook.value("large.is_cuda, large.sum().item()") == f"True {length * (length + 1) // 2}"
+    )
     notebook.good("del large\ntorch.cuda.empty_cache()")
 
 
@@ -654,9 +673,9 @@ def test_a_training_cell_returns_the_trained_model(notebook: Notebook) -> None:
     assert ran.own.startswith("epoch 0: ")
     assert not complaints(ran)
     assert notebook.value("len(losses), losses[-1] < losses[0] / 4") == "64 True"
-    assert notebook.value("type(model) is Net, model.conv.weight is first_weight, first_weight.is_cuda") == (
-        "True True False"
-    )
+    assert notebook.value(
+        "type(model) is Net, model.conv.weight is first_weight, first_weight.is_cuda"
+    ) == ("True True False")
     assert notebook.value("type(net) is Net, net is model") == "True True"
     notebook.good(
         "model.eval()\nwith torch.no_grad():\n"
@@ -665,7 +684,9 @@ def test_a_training_cell_returns_the_trained_model(notebook: Notebook) -> None:
     assert float(notebook.value("accuracy")) > 0.95
     saved = "all(torch.equal(v.cpu(), model.state_dict()[k]) for k, v in torch.load('digits.pt').items())"
     assert notebook.value(saved) == "True"
-    notebook.good("nn.functional.cross_entropy(model(images[:64]), labels[:64]).backward()\nadam.step()")
+    notebook.good(
+        "nn.functional.cross_entropy(model(images[:64]), labels[:64]).backward()\nadam.step()"
+    )
     notebook.good(TRAINED)
     assert notebook.value("len(losses), losses[64] < losses[0] / 4") == "128 True"
 
@@ -712,7 +733,9 @@ def test_data_parallel_as_the_tutorial_has_it(notebook: Notebook) -> None:
 @pytest.mark.slow
 def test_a_compiled_model_trains_and_leaves_no_compiler_behind(notebook: Notebook) -> None:
     """``torch.compile`` works in a rank; its worker processes end with it."""
-    notebook.good("torch.manual_seed(0)\nplain, batch = nn.Linear(4, 4).cuda(), torch.randn(8, 4).cuda()")
+    notebook.good(
+        "torch.manual_seed(0)\nplain, batch = nn.Linear(4, 4).cuda(), torch.randn(8, 4).cuda()"
+    )
     notebook.good(
         "#pragma taas --gpus 1\n"
         "fast = torch.compile(lambda t: plain(t).sin().square().sum())\n"
@@ -720,7 +743,9 @@ def test_a_compiled_model_trains_and_leaves_no_compiler_behind(notebook: Noteboo
         "value = fast(batch).item()\n",
         seconds=170,
     )
-    expected = "torch.allclose(torch.tensor(value), plain(batch).sin().square().sum().cpu(), rtol=1e-4)"
+    expected = (
+        "torch.allclose(torch.tensor(value), plain(batch).sin().square().sum().cpu(), rtol=1e-4)"
+    )
     assert notebook.value(expected) == "True"
     assert notebook.value("plain.weight.grad.is_cuda") == "True"
     assert not notebook.processes().others
@@ -863,11 +888,15 @@ def test_what_lives_on_the_gpu_and_cannot_travel_is_named(notebook: Notebook) ->
     assert "stream" in ran.evalue
 
 
-def test_the_killed_kernel_gives_its_ranks_gpu_memory_back(fresh: Notebook, notebook: Notebook) -> None:
+def test_the_killed_kernel_gives_its_ranks_gpu_memory_back(
+    fresh: Notebook, notebook: Notebook
+) -> None:
     """SIGKILL of the kernel ends the rank on the GPU, seen from another notebook."""
     notebook.good("torch.cuda.empty_cache()")
     before = int(notebook.value("torch.cuda.mem_get_info()[0]"))
-    fresh.start(HOG.replace("import os", "import torch, os") + "print('ready', flush=True)\ntime.sleep(600)")
+    fresh.start(
+        HOG.replace("import os", "import torch, os") + "print('ready', flush=True)\ntime.sleep(600)"
+    )
     fresh.wait_for("ready")
     ranks = fresh.processes().ranks
     assert len(ranks) == 1

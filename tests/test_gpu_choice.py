@@ -87,7 +87,9 @@ def test_each_gets_other_gpus(
     taken = [gpus for gpus in said if isinstance(gpus, list)]
     assert sorted(taken) == [[bus] for bus in BUSES]
     [refused] = [words for words in said if isinstance(words, str)]
-    assert refused.startswith("GPUs needed: 1; free of this machine's 3: 0; other runs have the rest (r")
+    assert refused.startswith(
+        "GPUs needed: 1; free of this machine's 3: 0; other runs have the rest (r"
+    )
 
 
 # ---------------------------------------------------------------- which ones they are
@@ -159,14 +161,18 @@ def test_several_ranks_on_parts_of_gpus_are_refused(
     (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/capabilities/gpu1/mig/gi3").mkdir(parents=True)
     said = refused_as_mig(names, needed, tmp_path)
-    assert said.startswith(f"{needed} GPUs asked for, and {parts} are parts of GPUs (MIG)" if parts else "")
+    assert said.startswith(
+        f"{needed} GPUs asked for, and {parts} are parts of GPUs (MIG)" if parts else ""
+    )
     assert bool(said) == bool(parts)
 
 
 def test_the_header_asks_for_parts_of_gpus() -> None:
     """The run is refused before anything starts, with what to type; one of them is a rank's, and a rehearsal needs none."""
     spec = RunSpec(ranks_per_vm=2, gpus_per_rank=1)
-    with pytest.raises(NotEnoughDevices, match=r"MIG-1111, MIG-2222 are parts of GPUs \(MIG\).*--gpus 1"):
+    with pytest.raises(
+        NotEnoughDevices, match=r"MIG-1111, MIG-2222 are parts of GPUs \(MIG\).*--gpus 1"
+    ):
         check_devices(spec, MIG)
     check_devices(RunSpec(ranks_per_vm=1, gpus_per_rank=1), MIG)
     check_devices(RunSpec(ranks_per_vm=2, gpus_per_rank=1, rehearse=True), MIG)

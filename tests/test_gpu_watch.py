@@ -102,7 +102,9 @@ def test_what_the_driver_does_not_say_is_not_known(nvml: Any, refused: str, foun
     """No driver, a GPU that it does not know, a part of one: nothing of it ends the thread, or is made up."""
     nvml.fails.add(refused)
     watch = GpuWatch([[UUID]], [7], {})
-    assert _in_time(lambda: refused in {asked[0] for asked in nvml.asked} or found == GpuUse(40.0, 2 << 30))
+    assert _in_time(
+        lambda: refused in {asked[0] for asked in nvml.asked} or found == GpuUse(40.0, 2 << 30)
+    )
     assert _in_time(lambda: watch.now() == (found,))
     watch.end()
     watch.thread.join(60)

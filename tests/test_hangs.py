@@ -62,7 +62,9 @@ def stays(notebook: Notebook, said: str) -> None:
 def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
     """Ranks that wait in a collective are folded; the one that has gone on to sleep is the odd one."""
     notebook.start(
-        HEADER + GROUP + "if rank == 1:\n    time.sleep(600)\nelse:\n    dist.all_reduce(torch.ones(1))\n"
+        HEADER
+        + GROUP
+        + "if rank == 1:\n    time.sleep(600)\nelse:\n    dist.all_reduce(torch.ones(1))\n"
     )
     view = wait_for_trouble(notebook)
     text = view["text/plain"]
@@ -156,7 +158,9 @@ def test_a_rank_that_computes_or_prints_is_not_hung(notebook: Notebook) -> None:
     assert not any("The run goes on" in update["data"]["text/plain"] for update in ran.updates)
 
 
-def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, tmp_path: Path) -> None:
+def test_stacks_are_shown_also_while_c_code_holds_the_gil(
+    notebook: Notebook, tmp_path: Path
+) -> None:
     """``taas stacks`` from a terminal shows the lines of the cell."""
 
     notebook.good(f"came = {str(tmp_path)!r} + '/'")
@@ -176,7 +180,8 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, tm
 
 
 @pytest.mark.parametrize(
-    "waits", ["dist.all_reduce(torch.ones(1))", "dist.barrier()", "dist.broadcast(torch.ones(1), 1)"]
+    "waits",
+    ["dist.all_reduce(torch.ones(1))", "dist.barrier()", "dist.broadcast(torch.ones(1), 1)"],
 )
 def test_who_waited_for_the_failed_rank_has_not_failed(notebook: Notebook, waits: str) -> None:
     """The others' collectives break off with it, or never end: the error says that they waited, and the line names the error."""
@@ -185,9 +190,9 @@ def test_who_waited_for_the_failed_rank_has_not_failed(notebook: Notebook, waits
         f"if rank == 1:\n    time.sleep(0.5)\n    raise ValueError('boom')\n{waits}"
     )
     assert ran.ename == "CellFailed"
-    assert re.search(r"The other 2 were waiting for it\.|1 other was waiting for it\.", ran.evalue), (
-        ran.evalue
-    )
+    assert re.search(
+        r"The other 2 were waiting for it\.|1 other was waiting for it\.", ran.evalue
+    ), ran.evalue
     assert "failed after it" not in ran.evalue
     assert "failed: rank 1: ValueError: boom · 3 ranks" in ran.updates[-1]["data"]["text/plain"]
 

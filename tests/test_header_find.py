@@ -13,14 +13,20 @@ HEADERS = {
     "#!g2.8\nprint()": ("g2.8", None),
     "#pragma taas --gpus auto\nprint()": (None, "--gpus auto"),
     "\n\n# why\n#!g2.8\n\n# and\n#pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
-    "#!/usr/bin/env python3\n# -*- coding: utf-8 -*-\n#!g2.8\n#pragma taas --gpus 8": ("g2.8", "--gpus 8"),
+    "#!/usr/bin/env python3\n# -*- coding: utf-8 -*-\n#!g2.8\n#pragma taas --gpus 8": (
+        "g2.8",
+        "--gpus 8",
+    ),
     "#!g2.8\r\n#pragma taas --gpus 8\r\nprint()": ("g2.8", "--gpus 8"),
     "#!g2.8  # eight A100\n#pragma\ttaas\t--gpus 8": ("g2.8", "--gpus 8"),
     "#! g2.8\n#pragma taas": ("g2.8", ""),
     "#!g2.8\n# pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
     "#!{kind}\n#pragma taas --gpus {n}": ("{kind}", "--gpus {n}"),
     "#!G2.8\nprint()": ("G2.8", None),
-    "#!g2.8\n# more of it: --gpus 16\n#pragma taas --gpus 8\n# was --gpus 4\nprint()": ("g2.8", "--gpus 8"),
+    "#!g2.8\n# more of it: --gpus 16\n#pragma taas --gpus 8\n# was --gpus 4\nprint()": (
+        "g2.8",
+        "--gpus 8",
+    ),
     "#!g2-4\nprint()": ("g2-4", None),
     "#!H100\nprint()": ("H100", None),
     "#!see\n#pragma taas --gpus 8\nprint()": ("see", "--gpus 8"),
@@ -108,7 +114,12 @@ def test_near_miss_is_told(cell: str) -> None:
 
 
 LINES = st.sampled_from(
-    [*(line for cell in (*HEADERS, *ORDINARY, *PROBLEMS) for line in cell.split("\n")), "'''", '"""', "\\"]
+    [
+        *(line for cell in (*HEADERS, *ORDINARY, *PROBLEMS) for line in cell.split("\n")),
+        "'''",
+        '"""',
+        "\\",
+    ]
 )
 
 

@@ -18,12 +18,20 @@ from taas.header.options import OPTIONS, RunSpec, options_table
 REGISTERED = ("train", "valid")
 
 
-def parse(cell: str, *, gpus: int = 0, registered: tuple[str, ...] = REGISTERED, **settings: Any) -> RunSpec:
+def parse(
+    cell: str, *, gpus: int = 0, registered: tuple[str, ...] = REGISTERED, **settings: Any
+) -> RunSpec:
     """Read a cell's header, or a ``%%taas`` line, as the notebook does; names are not expanded."""
-    header = parse_magic_line(cell.removeprefix("%%taas")) if cell.startswith("%%taas") else find_header(cell)
+    header = (
+        parse_magic_line(cell.removeprefix("%%taas"))
+        if cell.startswith("%%taas")
+        else find_header(cell)
+    )
     assert header is not None
     catalog = Catalog(**settings)
-    return parse_header(header, expand=str, catalog=catalog, visible_gpus=gpus, registered=registered)
+    return parse_header(
+        header, expand=str, catalog=catalog, visible_gpus=gpus, registered=registered
+    )
 
 
 def options(text: str, **settings: Any) -> RunSpec:
@@ -95,7 +103,11 @@ def test_every_option_arrives() -> None:
 
 def test_settings_hold_where_the_header_is_silent() -> None:
     """``taas.toml`` gives defaults; the header overrides them; shared directories add up."""
-    settings: dict[str, Any] = {"run.hang_timeout": 60.0, "run.output": "all", "storage.shared": ("ckpt",)}
+    settings: dict[str, Any] = {
+        "run.hang_timeout": 60.0,
+        "run.output": "all",
+        "storage.shared": ("ckpt",),
+    }
     silent = options("", settings=settings)
     assert (silent.hang_timeout, silent.output, silent.shared) == (60.0, "all", ("ckpt",))
     said = options("--hang-timeout 5 --output 0 --shared b --shared ckpt", settings=settings)
@@ -104,7 +116,15 @@ def test_settings_hold_where_the_header_is_silent() -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90), ("1.5", 1.5), ("45s", 45), ("45sec", 45), ("5m", 300), ("5min", 300), ("1.5h", 5400)],
+    [
+        ("90", 90),
+        ("1.5", 1.5),
+        ("45s", 45),
+        ("45sec", 45),
+        ("5m", 300),
+        ("5min", 300),
+        ("1.5h", 5400),
+    ],
 )
 def test_a_time_may_have_a_unit(text: str, seconds: float) -> None:
     """Seconds are meant where no unit is given."""
@@ -217,7 +237,9 @@ def test_names_expand_on_both_lines() -> None:
     shell = InteractiveShell(user_ns={"kind": "g2.8", "vms": 2, "label": "x"})
     header = find_header("#!{kind}\n#pragma taas --gpus {8 * vms} --name $label")
     assert header is not None
-    spec = parse_header(header, expand=shell.var_expand, catalog=Catalog(), visible_gpus=0, registered=())
+    spec = parse_header(
+        header, expand=shell.var_expand, catalog=Catalog(), visible_gpus=0, registered=()
+    )
     assert (spec.instance, spec.world_size, spec.name) == ("g2.8", 16, "x")
     with pytest.raises(HeaderError, match=r"\{vms\}"):
         parse("%%taas --gpus {vms}")
@@ -230,10 +252,17 @@ WORDS = st.text(max_size=8) | st.sampled_from(
 )
 
 
-@given(st.lists(WORDS, max_size=8).map(" ".join), st.sampled_from(["", "#!g2.8\n", "#!c1.4\n", "%%taas "]))
+@given(
+    st.lists(WORDS, max_size=8).map(" ".join),
+    st.sampled_from(["", "#!g2.8\n", "#!c1.4\n", "%%taas "]),
+)
 def test_any_text_parses_or_is_refused_in_one_line(text: str, before: str) -> None:
     """No text brings anything but a RunSpec or a one-line HeaderError."""
-    cell = before + text if before == "%%taas " else f"{before}#pragma taas {text}".replace("\n#!", "\n")
+    cell = (
+        before + text
+        if before == "%%taas "
+        else f"{before}#pragma taas {text}".replace("\n#!", "\n")
+    )
     try:
         spec = parse(cell)
     except HeaderError as refused:

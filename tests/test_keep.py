@@ -23,9 +23,7 @@ def released(notebook: Notebook) -> Iterator[None]:
 
 KEEP = "#pragma taas --gpus 2 --keep\n"
 GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-PIDS = (
-    "import os, torch.distributed as dist\npids = [None, None]\ndist.all_gather_object(pids, os.getpid())\n"
-)
+PIDS = "import os, torch.distributed as dist\npids = [None, None]\ndist.all_gather_object(pids, os.getpid())\n"
 
 
 def pids_of(notebook: Notebook) -> list[int]:
@@ -36,7 +34,9 @@ def pids_of(notebook: Notebook) -> list[int]:
 
 def test_the_next_cell_runs_in_the_same_ranks(notebook: Notebook) -> None:
     """They have what only they had, their group, and streams that an earlier cell took hold of."""
-    notebook.good(KEEP + GROUP + PIDS + "import sys\nown, out = iter(range(9)), sys.stdout\nnext(own)")
+    notebook.good(
+        KEEP + GROUP + PIDS + "import sys\nown, out = iter(range(9)), sys.stdout\nnext(own)"
+    )
     first = notebook.value("*pids")
     ran = notebook.good(KEEP + PIDS + "print(next(own))\nprint('again', file=out)")
     assert (ran.own, notebook.value("*pids")) == ("1\nagain\n", first)
@@ -46,7 +46,9 @@ def test_the_next_cell_runs_in_the_same_ranks(notebook: Notebook) -> None:
 
 def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
     """The wrapper stays in the ranks; what it notes there of its own work is no change of anything here."""
-    notebook.good("import torch\nnet = torch.nn.Linear(2, 1)\nclass Trainer: pass\ntrainer = Trainer()")
+    notebook.good(
+        "import torch\nnet = torch.nn.Linear(2, 1)\nclass Trainer: pass\ntrainer = Trainer()"
+    )
     notebook.good(
         KEEP + GROUP + "model = trainer.model = torch.nn.parallel.DistributedDataParallel(net)\n"
         "opt = torch.optim.SGD(model.parameters(), lr=1.0)"
@@ -54,7 +56,8 @@ def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
     for _ in range(2):
         before = notebook.value("net.weight.tolist()")
         ran = notebook.good(
-            KEEP + "trainer.model(torch.ones(1, 2)).sum().backward()\nopt.step()\nprint(type(model).__name__)"
+            KEEP
+            + "trainer.model(torch.ones(1, 2)).sum().backward()\nopt.step()\nprint(type(model).__name__)"
         )
         assert ran.stdout == "DistributedDataParallel\n"
         assert notebook.value("net.weight.tolist()") != before
@@ -70,10 +73,14 @@ def test_a_sharded_model_is_trained_on(notebook: Notebook) -> None:
         KEEP + GROUP + "from torch.distributed.fsdp import fully_shard\nfully_shard(net)\n"
         "opt = torch.optim.SGD(net.parameters(), lr=1.0)"
     )
-    said = re.findall(r"did not come back: (.*): rank 0 has only a shard of it. Gather it .*\n", ran.stdout)
+    said = re.findall(
+        r"did not come back: (.*): rank 0 has only a shard of it. Gather it .*\n", ran.stdout
+    )
     assert [{*names.split(", ")} for names in said] == [{"net", "opt"}]
     assert ran.stdout.count("did not come back") == ran.stdout.count("shard of it") == 1
-    train = "net(torch.ones(1, 2)).sum().backward()\nopt.step()\nprint(type(net[0].weight).__name__)"
+    train = (
+        "net(torch.ones(1, 2)).sum().backward()\nopt.step()\nprint(type(net[0].weight).__name__)"
+    )
     for _ in range(2):
         ran = notebook.good(KEEP + train)
         assert ran.own == "DTensor\n"
@@ -109,7 +116,8 @@ def test_a_group_made_anew_is_as_the_cell_wanted_it(notebook: Notebook) -> None:
     ran = notebook.run(KEEP + "if dist.get_rank():\n    raise ValueError('wrong')\ndist.barrier()")
     assert "wrong" in ran.traceback
     ran = notebook.good(
-        KEEP + "options = getattr(dist.group.WORLD._get_backend(torch.device('cpu')), 'options', None)\n"
+        KEEP
+        + "options = getattr(dist.group.WORLD._get_backend(torch.device('cpu')), 'options', None)\n"
         "print(options and options._timeout.seconds)"
     )
     assert "made anew" in ran.stdout
@@ -129,7 +137,9 @@ class Slow:
 """
 
 
-@pytest.mark.parametrize("changed", ["nothing", "a name is gone", "a name is another", "something in a list"])
+@pytest.mark.parametrize(
+    "changed", ["nothing", "a name is gone", "a name is another", "something in a list"]
+)
 def test_an_interrupt_while_a_cell_is_captured_changes_nothing_of_what_ranks_hold(
     notebook: Notebook, changed: str
 ) -> None:
@@ -180,7 +190,9 @@ def test_after_an_interrupt_while_names_are_unpacked_ranks_have_what_the_noteboo
     notebook.good("x = [3]; del gone")
     notebook.good("globals().pop('slow', None); globals().pop('own', None)")
     ran = notebook.good(
-        KEEP + PIDS + "known = [n for n in ('gone', 'own', 'slow') if n in globals()]\nprint(x, known)"
+        KEEP
+        + PIDS
+        + "known = [n for n in ('gone', 'own', 'slow') if n in globals()]\nprint(x, known)"
     )
     assert ran.own == "[3] []\n"
     assert notebook.value("*pids") == first
@@ -190,12 +202,16 @@ def test_an_interrupt_leaves_ranks_names_and_a_group(notebook: Notebook) -> None
     """Rank 0 computes, rank 1 waits for it in a barrier."""
     notebook.good(KEEP + GROUP + PIDS)
     first = notebook.value("*pids")
-    notebook.start(KEEP + "print('on')\nx = 1\nwhile dist.get_rank() == 0:\n    pass\ndist.barrier()")
+    notebook.start(
+        KEEP + "print('on')\nx = 1\nwhile dist.get_rank() == 0:\n    pass\ndist.barrier()"
+    )
     notebook.wait_for("on")
     notebook.interrupt()
     ran = notebook.end()
     assert ran.ename == "KeyboardInterrupt"
-    assert "was interrupted: all its ranks stay; rank 0's names came back as they stood" in ran.evalue
+    assert (
+        "was interrupted: all its ranks stay; rank 0's names came back as they stood" in ran.evalue
+    )
     assert notebook.value("x") == "1"
     assert [str(pid) for pid in pids_of(notebook)] == first.split()
 
@@ -257,7 +273,10 @@ def test_another_shape_is_refused(notebook: Notebook) -> None:
     assert "%taas release" in ran.evalue
     ran = notebook.run(KEEP.rstrip() + " --rank-writes deny\nprint(1)")
     assert "another --rank-writes (discard) than this cell asks for (deny)" in ran.evalue
-    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.getpid())").own.strip() not in first
+    assert (
+        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.getpid())").own.strip()
+        not in first
+    )
     assert [str(pid) for pid in pids_of(notebook)] == first.split()
 
 

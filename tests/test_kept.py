@@ -19,7 +19,9 @@ STEP = "opt.zero_grad(); net(torch.ones(2)).sum().backward(); opt.step(); w = ne
 def kept(name: str, *cells: str, **more: Any) -> Program:
     """A notebook whose cells that begin with ``#r`` run in ranks that stay."""
     headed = tuple(n for n, cell in enumerate(cells) if cell.startswith("#r\n"))
-    return Program(name, tuple(c.removeprefix("#r\n") for c in cells), headed, header=HEADER, **more)
+    return Program(
+        name, tuple(c.removeprefix("#r\n") for c in cells), headed, header=HEADER, **more
+    )
 
 
 K = kept
@@ -65,7 +67,9 @@ ALONE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", [*together(ROWS), *ALONE], ids=lambda program: program.name[:60])
+@pytest.mark.parametrize(
+    "program", [*together(ROWS), *ALONE], ids=lambda program: program.name[:60]
+)
 def test_a_notebook_is_what_it_is_without_ranks_that_stay(program: Program, tmp_path: Path) -> None:
     """Each headed cell runs in the processes of the one before; names, aliases and memory are as in a plain notebook."""
     found = compare(program, tmp_path)
@@ -157,7 +161,9 @@ def test_a_cell_whose_code_does_not_say_what_it_binds_leaves_each_rank_its_own(
 @pytest.mark.parametrize(("rebinds", "expected"), [
     ("rank = 0", "0"), ("rank = 7", "7"), ("for rank in range(1): pass", "0"), ("exec('rank = 7')", "7"),
 ])  # fmt: skip
-def test_a_number_that_the_notebook_binds_is_every_ranks(tmp_path: Path, rebinds: str, expected: str) -> None:
+def test_a_number_that_the_notebook_binds_is_every_ranks(
+    tmp_path: Path, rebinds: str, expected: str
+) -> None:
     """Also where it has the value that it had: rank 0's."""
     played(
         tmp_path,

@@ -29,7 +29,9 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
     A child that C code has forked in the kernel lives on, with all that the kernel had open.
     """
     book.good("#pragma taas --gpus 1\npass")
-    book.good("import ctypes\nlibc = ctypes.PyDLL(None)\nchild = libc.fork()\nwhile not child: libc.pause()")
+    book.good(
+        "import ctypes\nlibc = ctypes.PyDLL(None)\nchild = libc.fork()\nwhile not child: libc.pause()"
+    )
     child = psutil.Process(int(book.value("child")))
     book.start(
         "#pragma taas --gpus 2\n"

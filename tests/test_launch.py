@@ -38,7 +38,10 @@ TORCHRUN = (
         ("#pragma taas --gpus 2 --shared .", "allowed is a directory"),
         ("#pragma taas --gpus 2 --shared checkpoints/../..", "allowed is a directory"),
         ("#pragma taas --gpus 2 --shared ../elsewhere/x", "allowed is a directory"),
-        ("%%taas status", "status is no option: leave it out, or put a value in quotes; allowed is --on"),
+        (
+            "%%taas status",
+            "status is no option: leave it out, or put a value in quotes; allowed is --on",
+        ),
         ("#pragma taas --gpus 2 --return nosuch", "neither the notebook has nor the cell makes"),
     ],
 )
@@ -84,13 +87,17 @@ def test_a_line_without_a_cell_is_an_error(notebook: Notebook, cell: str, said: 
 def test_more_ranks_than_there_is_memory_for() -> None:
     """They are not begun: a machine without memory would end other programs."""
     check_memory(2)
-    with pytest.raises(EngineError, match="1,000,000 ranks on this machine need 25000 GB of memory"):
+    with pytest.raises(
+        EngineError, match="1,000,000 ranks on this machine need 25000 GB of memory"
+    ):
         check_memory(1_000_000)
 
 
 def test_syntax_errors_belong_to_the_notebook(notebook: Notebook) -> None:
     """A cell that does not compile starts nothing, and is shown as IPython shows any such cell."""
-    notebook.run("#pragma taas --nosuch\npass")  # after which older releases of IPython count on by two
+    notebook.run(
+        "#pragma taas --nosuch\npass"
+    )  # after which older releases of IPython count on by two
     for header in ("#pragma taas --gpus 2", "%%taas --gpus 2"):
         ran = notebook.run(f"{header}\nfor\n")
         assert ran.ename == "SyntaxError"
@@ -106,7 +113,9 @@ def test_a_function_of_a_taas_cell_knows_its_cell(notebook: Notebook) -> None:
 
 def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> None:
     """The message names the variable, the path inside it, and its type."""
-    notebook.good("import threading\nclass Job: pass\njob = Job(); job.parts = {'lock': threading.Lock()}")
+    notebook.good(
+        "import threading\nclass Job: pass\njob = Job(); job.parts = {'lock': threading.Lock()}"
+    )
     ran = notebook.run("#pragma taas --gpus 2\nprint('the body ran', job)")
     assert ran.ename == "CaptureError"
     assert "job.parts['lock']" in ran.evalue
@@ -116,9 +125,7 @@ def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> N
 
 def test_the_environment_of_a_rank_is_torchruns(notebook: Notebook) -> None:
     """Every variable that torchrun sets is set, with torchrun's meaning."""
-    body = (
-        f"import json, os\nprint(json.dumps({{name: os.environ.get(name) for name in {TORCHRUN.split()!r}}}))"
-    )
+    body = f"import json, os\nprint(json.dumps({{name: os.environ.get(name) for name in {TORCHRUN.split()!r}}}))"
     found = json.loads(notebook.good("#pragma taas --gpus 2\n" + body).own)
     assert None not in found.values()
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")
@@ -148,7 +155,9 @@ def test_an_instance_type_alone_is_one_process_with_all_its_gpus(notebook: Noteb
 def test_variables_in_the_header(notebook: Notebook) -> None:
     """``{name}`` and ``$name`` are filled in on the header lines, and not in the body."""
     notebook.good("count = 2")
-    ran = notebook.good("#pragma taas --gpus {count}\nimport os\nprint('{count}', os.environ['WORLD_SIZE'])")
+    ran = notebook.good(
+        "#pragma taas --gpus {count}\nimport os\nprint('{count}', os.environ['WORLD_SIZE'])"
+    )
     assert ran.own == "{count} 2\n"
 
 
@@ -213,9 +222,12 @@ def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
     """Before the run where the code shows it, which makes a typing error cheap; else afterwards."""
     ran = notebook.run("#pragma taas --gpus 1 --return resullt,made\nresult = made = 1")
     assert "--return resullt, which neither the notebook has nor the cell makes" in ran.stderr
-    ran = notebook.good("#pragma taas --gpus 1 --return best,made\nmade = 1\nif made > 1:\n    best = 2")
+    ran = notebook.good(
+        "#pragma taas --gpus 1 --return best,made\nmade = 1\nif made > 1:\n    best = 2"
+    )
     assert (
-        ran.stdout == "taas: did not come back: best: --return asks for it, and the cell made no such name\n"
+        ran.stdout
+        == "taas: did not come back: best: --return asks for it, and the cell made no such name\n"
     )
     assert notebook.value("made") == "1"
 
@@ -226,7 +238,8 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
         "#pragma taas --gpus 1\nimport threading\nlock, deep, fine = threading.Lock(), [threading.Lock()], 3"
     )
     assert re.fullmatch(
-        r"taas: did not come back: lock: lock is a _thread.lock, .*; deep: deep\[0\] is a .*\n", ran.stdout
+        r"taas: did not come back: lock: lock is a _thread.lock, .*; deep: deep\[0\] is a .*\n",
+        ran.stdout,
     )
     assert notebook.value("fine") == "3"
 
@@ -241,9 +254,9 @@ def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Noteboo
         "pool = concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')\n"
         "log = open('log.csv', 'w'); print('one', file=log)\nimport atexit; threading._register_atexit(go.set)"
     )
-    assert notebook.value("saved, [open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]") == (
-        "[5, 5] ['saved', 'saved', 'one\\n']"
-    )
+    assert notebook.value(
+        "saved, [open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]"
+    ) == ("[5, 5] ['saved', 'saved', 'one\\n']")
 
 
 def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
@@ -266,12 +279,14 @@ def test_loaders_whose_workers_persist(notebook: Notebook) -> None:
         "there = DataLoader(torch.arange(2), **workers); seen += map(int, there)"
     )
     assert "did not come back" not in ran.stdout
-    assert notebook.value("seen, [*map(int, here)], [*map(int, there)], here is same, same.note") == (
-        "[0, 1, 2, 0, 1] [0, 1, 2] [0, 1] True 1"
-    )
+    assert notebook.value(
+        "seen, [*map(int, here)], [*map(int, there)], here is same, same.note"
+    ) == ("[0, 1, 2, 0, 1] [0, 1, 2] [0, 1] True 1")
 
 
-@pytest.mark.parametrize("ask", ["input('how many? ')", "breakpoint()", "import pdb; pdb.set_trace()"])
+@pytest.mark.parametrize(
+    "ask", ["input('how many? ')", "breakpoint()", "import pdb; pdb.set_trace()"]
+)
 def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> None:
     """Nobody waits for ever for an answer that cannot come."""
     ran = notebook.run(f"#pragma taas --gpus 2\n{ask}\nprint('after')")
@@ -313,10 +328,14 @@ def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None
     notebook.good("import taas\n%reload_ext taas")
     notebook.good("%unload_ext taas")
     assert (
-        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "None\n"
+        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own
+        == "None\n"
     )
     notebook.good("%load_ext taas")
-    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "2\n"
+    assert (
+        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own
+        == "2\n"
+    )
 
 
 BACKEND = """
@@ -336,7 +355,9 @@ dist.destroy_process_group()
         ("--rehearse --backend nccl", '"gloo"', "nccl"),
     ],
 )
-def test_the_headers_backend_is_used(notebook: Notebook, options: str, asked: str, told: str) -> None:
+def test_the_headers_backend_is_used(
+    notebook: Notebook, options: str, asked: str, told: str
+) -> None:
     """Whatever the cell asks for; NCCL is rehearsed, and the program is told what it would be told on GPUs."""
     notebook.good(f"#pragma taas --gpus 2 {options}{BACKEND.format(asked=asked)}")
     assert notebook.value("backend, total.item()") == f"{told} 2.0"

@@ -32,7 +32,9 @@ class Facade:
 sys.modules["facade"] = Facade()
 """
 NOTHING_ASKED = "assert not asked, asked"
-NOT_EXECUTED = "import importlib.util\nassert type(sys.modules['NAME']) is importlib.util._LazyModule"
+NOT_EXECUTED = (
+    "import importlib.util\nassert type(sys.modules['NAME']) is importlib.util._LazyModule"
+)
 
 ROWS = {
     "one that raises for what it does not have": ("k2_fsa", SPEECHBRAIN, NOTHING_ASKED),
@@ -52,7 +54,9 @@ def test_a_lazy_module_does_not_notice_a_headed_cell(
     notebook.good(
         "import functools\nseen = []; add = seen.append\ntable = {'join': ''.join, 'f': lambda x: x + 1}"
     )
-    ran = notebook.good("#pragma taas --gpus 2\nadd(table['f'](1)); table['join'](['a']); n = len(seen)")
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nadd(table['f'](1)); table['join'](['a']); n = len(seen)"
+    )
     assert "did not come back" not in ran.stdout
     assert notebook.value("seen, n") == "[2] 1"
     notebook.good(still.replace("NAME", name))

@@ -33,7 +33,9 @@ LIMITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "value", "said"), LIMITS, ids=[program.name for program, *_ in LIMITS])
+@pytest.mark.parametrize(
+    ("program", "value", "said"), LIMITS, ids=[program.name for program, *_ in LIMITS]
+)
 def test_a_limit_is_as_the_readme_says(
     program: Program, value: str, said: tuple[str, ...], tmp_path: Path
 ) -> None:

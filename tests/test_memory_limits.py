@@ -61,7 +61,9 @@ def _no_group() -> str:
     return ""
 
 
-needs_a_group = pytest.mark.skipif(bool(_no_group()), reason=f"makes a control group: {_no_group()}")
+needs_a_group = pytest.mark.skipif(
+    bool(_no_group()), reason=f"makes a control group: {_no_group()}"
+)
 
 
 @pytest.fixture
@@ -100,8 +102,12 @@ def _asked(prepare: str, folder: Path | str) -> list[list[object]]:
 
 @needs_a_group
 @needs_mounts
-@pytest.mark.parametrize("seen_as", ["the group where it is", "the group as the root, as in a container"])
-def test_what_can_be_reclaimed_of_a_group_is_free(group: Path, tmp_path: Path, seen_as: str) -> None:
+@pytest.mark.parametrize(
+    "seen_as", ["the group where it is", "the group as the root, as in a container"]
+)
+def test_what_can_be_reclaimed_of_a_group_is_free(
+    group: Path, tmp_path: Path, seen_as: str
+) -> None:
     """A data set that was read takes nothing away, shared memory does: from names, from ranks, and from spares."""
     prepare = f"echo $$ > {group}/cgroup.procs"
     if "root" in seen_as:
@@ -135,7 +141,9 @@ def test_a_limit_of_version_2(tmp_path: Path, case: str) -> None:
     (tmp_path / "memory.max").write_text(f"{limit if isinstance(limit, str) else limit * _MB}\n")
     (tmp_path / "memory.current").write_text(f"{used * _MB}\n")
     stat = {"anon": 5, "file": files + 7, "shmem": 7, "inactive_file": files - 4, "active_file": 4}
-    (tmp_path / "memory.stat").write_text("".join(f"{name} {size * _MB}\n" for name, size in stat.items()))
+    (tmp_path / "memory.stat").write_text(
+        "".join(f"{name} {size * _MB}\n" for name, size in stat.items())
+    )
     [[free, total, _, _]] = _asked(f"mount --bind {tmp_path} /sys/fs/cgroup", "")
     machine = psutil.virtual_memory()
     if expected is None:

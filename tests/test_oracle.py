@@ -68,7 +68,9 @@ def test_a_difference_is_one_line_with_its_path(code: str, other: str, path: str
         ("n = 2", "\n3", "Out[2]: missing"),
     ],
 )  # fmt: skip
-def test_what_only_one_of_them_does_is_found(cell: str, here_also: str, found: str, tmp_path: Path) -> None:
+def test_what_only_one_of_them_does_is_found(
+    cell: str, here_also: str, found: str, tmp_path: Path
+) -> None:
     """In the process, the output, the files, and what IPython keeps."""
     different = compare(row("", ("n = 1",), cell, here_also=here_also), tmp_path)
     assert any(found in line for line in different), different
@@ -76,7 +78,9 @@ def test_what_only_one_of_them_does_is_found(cell: str, here_also: str, found: s
 
 def test_notebooks_are_joined_under_names_of_their_own() -> None:
     """As is what their cells show at their end; a row's files, too."""
-    one = row("one", ("import m; a = m.n",), "def f(a=1): return a + m.n", "f(a=a)", (("m.py", "n = 1"),))
+    one = row(
+        "one", ("import m; a = m.n",), "def f(a=1): return a + m.n", "f(a=a)", (("m.py", "n = 1"),)
+    )
     (joint,) = together([row("two", ("a = 1",), "a += 1", "a"), one])
     assert joint.headed == (1,)
     assert joint.cells[1] == "a_0 += 1\ndef f_1(a_1=1):\n    return a_1 + m_1.n"

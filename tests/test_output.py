@@ -78,7 +78,8 @@ def test_output_after_a_fork(notebook: Notebook) -> None:
 def test_stderr_is_stderr(notebook: Notebook) -> None:
     """Standard error stays standard error, C's too."""
     ran = notebook.good(
-        HEAD + "import os, sys\nprint('python', file=sys.stderr)\nos.write(2, b'C\\n')\nprint('out')"
+        HEAD
+        + "import os, sys\nprint('python', file=sys.stderr)\nos.write(2, b'C\\n')\nprint('out')"
     )
     assert ran.stderr == "python\nC\n"
     assert ran.own == "out\n"
@@ -86,14 +87,18 @@ def test_stderr_is_stderr(notebook: Notebook) -> None:
 
 def _kinds(ran: Ran) -> str:
     """What a cell has shown, in its order: a letter for each message or, of consecutive text, for all of it."""
-    shown = [text if kind == "stdout" else kind[:1].upper() for kind, text in ran.shown if not _of_taas(text)]
+    shown = [
+        text if kind == "stdout" else kind[:1].upper()
+        for kind, text in ran.shown
+        if not _of_taas(text)
+    ]
     return "".join(shown)
 
 
 def _of_taas(content: object) -> bool:
-    return isinstance(content, dict) and str(content.get("transient", {}).get("display_id")).startswith(
-        "taas-"
-    )
+    return isinstance(content, dict) and str(
+        content.get("transient", {}).get("display_id")
+    ).startswith("taas-")
 
 
 def test_the_first_text_comes_at_once_and_the_rest_before_the_cell_goes_on_to_something_else(
@@ -133,10 +138,12 @@ def test_display_and_its_updates(notebook: Notebook) -> None:
         HEAD + "from IPython.display import HTML\n"
         "handle = display(HTML('<b>first</b>'), display_id='mine')\nprint('between')\nhandle.update(HTML('<b>second</b>'))"
     )
-    assert [content["data"]["text/html"] for content in ran.displays if "text/html" in content["data"]].count(
-        "<b>first</b>"
-    ) == 1
-    [update] = [content for content in ran.updates if content["transient"] == {"display_id": "mine"}]
+    assert [
+        content["data"]["text/html"] for content in ran.displays if "text/html" in content["data"]
+    ].count("<b>first</b>") == 1
+    [update] = [
+        content for content in ran.updates if content["transient"] == {"display_id": "mine"}
+    ]
     assert update["data"]["text/html"] == "<b>second</b>"
 
 
@@ -161,7 +168,9 @@ def test_tqdm(notebook: Notebook) -> None:
 def test_other_ranks_are_tagged(notebook: Notebook) -> None:
     """``--output all`` shows every rank, each line with its rank."""
     text = printed(
-        notebook, "import os\nprint('I am', os.environ['RANK'])", "#pragma taas --gpus 3 --output all\n"
+        notebook,
+        "import os\nprint('I am', os.environ['RANK'])",
+        "#pragma taas --gpus 3 --output all\n",
     )
     assert sorted(text.splitlines()) == ["[rank 0] I am 0", "[rank 1] I am 1", "[rank 2] I am 2"]
 
@@ -172,7 +181,11 @@ BARS = {
         ("\r 0/9", "\r 9/9", "\n"),
         ["[rank 0]  2/2", "[rank 1]  9/9"],
     ),
-    "bars that are never closed": (("\r10%", "\r20%"), ("\r30%", "\r40%"), ["[rank 0] 20%", "[rank 1] 40%"]),
+    "bars that are never closed": (
+        ("\r10%", "\r20%"),
+        ("\r30%", "\r40%"),
+        ["[rank 0] 20%", "[rank 1] 40%"],
+    ),
     "a bar that goes, and a line": (
         ("\r10%", "\r99%", "\r   \r"),
         ("loss 1\n", "loss 2\n"),
@@ -203,7 +216,9 @@ def on_screen(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", BARS)
-def test_every_line_of_several_ranks_has_its_rank(capsys: pytest.CaptureFixture[str], what: str) -> None:
+def test_every_line_of_several_ranks_has_its_rank(
+    capsys: pytest.CaptureFixture[str], what: str
+) -> None:
     """Rank 0's, too, and bars, which are written over: none is lost, and none stands behind another rank's number."""
     first, second, shown = BARS[what]
     screen = TerminalOutput(None)
@@ -212,7 +227,9 @@ def test_every_line_of_several_ranks_has_its_rank(capsys: pytest.CaptureFixture[
             screen.show([Output(rank, "stderr", text)] if text else [])
     screen.end_lines()
     lines = on_screen(capsys.readouterr().err)
-    assert sorted(line.rstrip() for line in lines if line.strip()) == [line.rstrip() for line in shown]
+    assert sorted(line.rstrip() for line in lines if line.strip()) == [
+        line.rstrip() for line in shown
+    ]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ PROGRAMS = {
 }
 
 
-ALONE = RANK_1_OF_2.replace("local_world_size=4", "local_world_size=1").replace("order, 1", "order, 0")
+ALONE = RANK_1_OF_2.replace("local_world_size=4", "local_world_size=1").replace(
+    "order, 1", "order, 0"
+)
 OTHERS = {
     "selects nothing": f"{RANK_1_OF_2}{USED}in_a_thread(lambda: torch.cuda.default_stream().query())",
     "busy": f"""{RANK_1_OF_2}{USED}

@@ -22,7 +22,10 @@ class Infinite(DataLoader):
 # by what it is: what a cell puts into an attribute, in ranks, and what the line calls it
 IN_RANKS = {
     "a process group": ("engine.own = dist.new_group()", "engine.own (ProcessGroup)"),
-    "groups in a list, as DeepSpeed's": ("engine.own = [[dist.new_group()], 1]", "engine.own (ProcessGroup)"),
+    "groups in a list, as DeepSpeed's": (
+        "engine.own = [[dist.new_group()], 1]",
+        "engine.own (ProcessGroup)",
+    ),
     "a handle of a collective": (
         "engine.own = dist.all_reduce(torch.ones(1), async_op=True)",
         "engine.own (Work)",
@@ -49,12 +52,16 @@ def test_what_a_rank_has_of_its_process_does_not_lose_what_was_trained(
     """The object comes back without that attribute, which one line names; it works in the next cell."""
     notebook.good("%load_ext taas")
     notebook.good(ENGINE + "engine = Engine(); net = engine.net")
-    ran = notebook.good(f"#pragma taas --gpus 2\ndist.init_process_group('nccl')\n{puts}\nengine.step()")
-    lines = [line for line in ran.stdout.splitlines() if "did not come back" in line]
-    assert lines == [f"taas: did not come back: {told}: each process has its own; the rest came back"]
-    assert notebook.value("engine.steps, engine.log, engine.net is net, net.weight.sum().item()") == (
-        "1 [1] True 14.0"
+    ran = notebook.good(
+        f"#pragma taas --gpus 2\ndist.init_process_group('nccl')\n{puts}\nengine.step()"
     )
+    lines = [line for line in ran.stdout.splitlines() if "did not come back" in line]
+    assert lines == [
+        f"taas: did not come back: {told}: each process has its own; the rest came back"
+    ]
+    assert notebook.value(
+        "engine.steps, engine.log, engine.net is net, net.weight.sum().item()"
+    ) == ("1 [1] True 14.0")
     assert notebook.value("hasattr(engine, 'own') or hasattr(net, 'own')") == "False"
     again = notebook.good("#pragma taas --gpus 2\nengine.step()")
     assert "did not" not in again.stdout
@@ -76,7 +83,9 @@ IN_NOTEBOOK = {
 
 
 @pytest.mark.parametrize("puts", IN_NOTEBOOK.values(), ids=IN_NOTEBOOK)
-def test_what_the_notebook_has_of_its_process_stays_where_it_is(notebook: Notebook, puts: str) -> None:
+def test_what_the_notebook_has_of_its_process_stays_where_it_is(
+    notebook: Notebook, puts: str
+) -> None:
     """The ranks do without it, which is said before the cell starts; the object keeps its own and gets all else."""
     notebook.good("%load_ext taas")
     notebook.good(ENGINE + "engine = Engine(); net = engine.net\n" + puts)
@@ -88,7 +97,10 @@ def test_what_the_notebook_has_of_its_process_stays_where_it_is(notebook: Notebo
     assert f"{holder}.own (" in ran.stdout
     assert "each process has its own, so the ranks do without." in ran.stdout
     assert "did not come back" not in ran.stdout
-    assert notebook.value(f"has, {holder}.own is before, engine.steps, engine.made") == "False True 1 [2]"
+    assert (
+        notebook.value(f"has, {holder}.own is before, engine.steps, engine.made")
+        == "False True 1 [2]"
+    )
     notebook.good("del before, engine.own" if holder == "engine" else f"del before, {holder}.own")
     if "init_process_group" in puts:
         notebook.good("dist.destroy_process_group()")

@@ -27,7 +27,9 @@ def test_a_replicated_save_is_rank_0s(notebook: Notebook) -> None:
 
 def test_a_checkpoint_of_all_ranks_is_saved_and_loaded_in_one_cell(notebook: Notebook) -> None:
     """torch.distributed.checkpoint splits also what all ranks have alike: without --shared it is whole, and stays so."""
-    notebook.good("import torch\nnet = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))")
+    notebook.good(
+        "import torch\nnet = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))"
+    )
     notebook.good(
         "#pragma taas --gpus 3\n"
         "import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
@@ -106,4 +108,6 @@ def test_an_error_of_a_program_that_met_the_wall_has_its_words(notebook: Noteboo
     assert 'returned non-zero exit status 1. "cp: cannot create' in ran.evalue
     assert "only rank 0 writes the project" in ran.evalue
     last = ran.traceback.splitlines()[-1]
-    assert last.startswith('CellFailed: rank 1 raised the CalledProcessError above: "cp: cannot create')
+    assert last.startswith(
+        'CellFailed: rank 1 raised the CalledProcessError above: "cp: cannot create'
+    )

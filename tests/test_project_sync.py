@@ -45,7 +45,11 @@ class Travel:
     """A project, its copies on two VMs, and the way back from that of rank 0, as a supervisor and an agent hold them."""
 
     def __init__(self, folder: Path) -> None:
-        self.project, self.copy, self.scratch = folder / "project", folder / "copy", folder / "scratch"
+        self.project, self.copy, self.scratch = (
+            folder / "project",
+            folder / "copy",
+            folder / "scratch",
+        )
         self.second = folder / "second"
         for place in (self.project, self.copy, self.second):
             place.mkdir(exist_ok=True)
@@ -123,7 +127,9 @@ def test_code_travels_and_data_and_what_can_be_made_anew_stay(travel: Travel) ->
 # ---------------------------------------------------------------- what comes back
 
 
-def test_files_directories_links_and_removals_come_back_while_the_run_goes_on(travel: Travel) -> None:
+def test_files_directories_links_and_removals_come_back_while_the_run_goes_on(
+    travel: Travel,
+) -> None:
     fill(travel.project, {"old.pt": "1", "keep.py": "x", "runs/1/log": "a"})
     travel.go()
     travel.back()
@@ -144,7 +150,9 @@ def test_files_directories_links_and_removals_come_back_while_the_run_goes_on(tr
     travel.back()
     assert tree(travel.project) == tree(travel.copy)
     assert stat.S_IMODE((travel.project / "run.sh").stat().st_mode) == 0o755
-    assert (travel.project / "empty").stat().st_mtime_ns == 10**18 + 1, "or a module would count as edited"
+    assert (travel.project / "empty").stat().st_mtime_ns == 10**18 + 1, (
+        "or a module would count as edited"
+    )
     assert travel.applier.notices == []
 
 
@@ -156,12 +164,16 @@ def test_files_directories_links_and_removals_come_back_while_the_run_goes_on(tr
     ],
     ids=["descriptor", "mapping"],
 )
-def test_a_file_that_is_open_for_writing_comes_back_when_it_is_closed(travel: Travel, code: str) -> None:
+def test_a_file_that_is_open_for_writing_comes_back_when_it_is_closed(
+    travel: Travel, code: str
+) -> None:
     """Whoever has it open: also a mapping that outlives its descriptor. At the last look it comes as it is."""
     travel.go()
     part = travel.copy / "part.pt"
     command = [sys.executable, "-c", f"{code}; print(flush=True); input()"]
-    with subprocess.Popen(command, cwd=travel.copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+    with subprocess.Popen(
+        command, cwd=travel.copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
         assert writer.stdin and writer.stdout
         writer.stdout.readline()
         until(lambda: time.time_ns() - part.stat().st_ctime_ns > 10**8)
@@ -179,7 +191,9 @@ def test_a_file_that_is_open_for_writing_comes_back_when_it_is_closed(travel: Tr
 # ---------------------------------------------------------------- the notebook's user goes on working
 
 
-def test_what_the_user_changed_is_not_removed_and_what_he_removed_may_come_anew(travel: Travel) -> None:
+def test_what_the_user_changed_is_not_removed_and_what_he_removed_may_come_anew(
+    travel: Travel,
+) -> None:
     fill(travel.project, {"a": "old", "b": "old", "dir/x": "old"})
     travel.go()
     fill(travel.project, {"a": "user's", "dir/y": "user's"})
@@ -209,7 +223,9 @@ def test_a_folder_that_the_user_has_made_a_file_or_a_link(travel: Travel, tmp_pa
     assert tree(tmp_path / "outside") == {}
 
 
-@pytest.mark.parametrize("path", [b"../escaped", b"/escaped", b"a/../../escaped", b"..", b"", b"a\0b"])
+@pytest.mark.parametrize(
+    "path", [b"../escaped", b"/escaped", b"a/../../escaped", b"..", b"", b"a\0b"]
+)
 def test_a_path_that_leads_out_of_the_project_is_refused(travel: Travel, path: bytes) -> None:
     travel.go()
     file = archive.FileState("file", 0o644, 1)
@@ -223,7 +239,9 @@ def test_a_path_that_leads_out_of_the_project_is_refused(travel: Travel, path: b
     assert " did not come back: " in said
 
 
-def test_what_the_run_made_in_place_of_a_file_that_stayed_home_loses_nothing_of_it(travel: Travel) -> None:
+def test_what_the_run_made_in_place_of_a_file_that_stayed_home_loses_nothing_of_it(
+    travel: Travel,
+) -> None:
     """A line added to a large log is all that the VM has of it; a checkpoint is a new one. Both versions are kept."""
     large = {"history.csv": b"0" * 100, "model.pt": b"old" * 50, "twice.csv": b"1" * 100}
     fill(travel.project, {**large, "twice.before-golden-fox.csv": "x"})
@@ -243,7 +261,9 @@ def test_what_the_run_made_in_place_of_a_file_that_stayed_home_loses_nothing_of_
     }
     assert travel.aside == {"twice.csv": b"a line"}
     assert {notice.split()[0] for notice in travel.applier.notices} == {"history.csv", "model.pt"}
-    assert travel.applier.written == {b"model.pt", b"history.csv"}, "the next start has the run's own"
+    assert travel.applier.written == {b"model.pt", b"history.csv"}, (
+        "the next start has the run's own"
+    )
 
 
 def test_killed_in_the_middle_the_project_has_each_file_old_or_new(tmp_path: Path) -> None:
@@ -344,9 +364,13 @@ def test_whatever_both_do_no_version_of_a_file_is_lost(
             fresh.clear()
         elif not users:
             fresh[name] = content
-    runs_files = {name: content for name, content in fresh.items() if tree(travel.copy).get(name) == content}
+    runs_files = {
+        name: content for name, content in fresh.items() if tree(travel.copy).get(name) == content
+    }
     users_files = {
-        name: content for name, content in tree(travel.project).items() if isinstance(content, bytes)
+        name: content
+        for name, content in tree(travel.project).items()
+        if isinstance(content, bytes)
     }
     kept = {content for content in users_files.values() if content.startswith(b"user")}
     travel.back()
@@ -362,7 +386,11 @@ class Home:
     """A project and a run of two VMs with two ranks each."""
 
     def __init__(self, folder: Path) -> None:
-        self.project, self.scratch, self._vms = folder / "project", folder / "scratch", folder / "vms"
+        self.project, self.scratch, self._vms = (
+            folder / "project",
+            folder / "scratch",
+            folder / "vms",
+        )
         self.project.mkdir()
         self.scratch.mkdir()
         spec = RunSpec(vms=2, ranks_per_vm=2, shared=("ckpt", "a/../deep/shared"))
@@ -407,7 +435,9 @@ def test_what_several_vms_write_into_a_shared_directory_is_no_conflict(home: Hom
     assert (home.scratch / "rank0/tree/ckpt/latest.txt").read_bytes() == b"later"
 
 
-@pytest.mark.parametrize("path", ["model.py", "ckpt.py", "ckpt/../model.py", "deep", "deep/x", "../model.py"])
+@pytest.mark.parametrize(
+    "path", ["model.py", "ckpt.py", "ckpt/../model.py", "deep", "deep/x", "../model.py"]
+)
 def test_a_vm_without_rank_0_changes_nothing_but_shared_directories(home: Home, path: str) -> None:
     """Its agent may say what it likes: the project is rank 0's to write."""
     (home.project / "model.py").write_text("mine")
@@ -422,7 +452,13 @@ def test_a_vm_without_rank_0_changes_nothing_but_shared_directories(home: Home, 
 
 def test_what_other_ranks_wrote_is_theirs_alone(home: Home) -> None:
     """Each VM brings what its own ranks diverted; nothing of it is in the project before it was sorted."""
-    names = ("rank2/tree/a.txt", "rank3/gone/b/mark", "rank1/tree/a.txt", "rank0/tree/a.txt", "run.json")
+    names = (
+        "rank2/tree/a.txt",
+        "rank3/gone/b/mark",
+        "rank1/tree/a.txt",
+        "rank0/tree/a.txt",
+        "run.json",
+    )
     home.arrive(1, dict.fromkeys(names, b"its"), of="writes")
     assert {name for name, content in tree(home.scratch).items() if content is not None} == {
         "rank2/tree/a.txt",

@@ -56,7 +56,10 @@ def test_a_breakpoint_in_one_rank(notebook: Notebook) -> None:
 
 
 OPENS = {
-    "breakpoint() in a statement of the cell": ("if True:\n    breakpoint()\n    pass\n", ["<module>()"]),
+    "breakpoint() in a statement of the cell": (
+        "if True:\n    breakpoint()\n    pass\n",
+        ["<module>()"],
+    ),
     "breakpoint() as the last line": ("x = 1\nbreakpoint()\n", ["<module>()"]),
     "in a function of an earlier cell": ("z = helper(3)\n", ["<module>()", "helper()"]),
     "pdb.set_trace() in a class": (
@@ -93,7 +96,8 @@ def test_a_debugger_shows_the_users_frames_only(notebook: Notebook, how: str) ->
 def test_next_goes_from_statement_to_statement(notebook: Notebook) -> None:
     """As in a script, though IPython runs each as code of its own; past the last one the cell is through."""
     notebook.start(
-        "#pragma taas --gpus 1\nbreakpoint()\na = 1\nfor b in range(1):\n    c = b\nd = 4\n", keyboard=True
+        "#pragma taas --gpus 1\nbreakpoint()\na = 1\nfor b in range(1):\n    c = b\nd = 4\n",
+        keyboard=True,
     )
     for _ in range(6):
         notebook.asked()
@@ -101,14 +105,22 @@ def test_next_goes_from_statement_to_statement(notebook: Notebook) -> None:
     ran = notebook.end()
     assert ran.status == "ok", ran
     steps = re.findall(r"^-> (.*)", ran.stdout, re.MULTILINE)
-    assert steps == ["breakpoint()", "a = 1", "for b in range(1):", "c = b", "for b in range(1):", "d = 4"]
+    assert steps == [
+        "breakpoint()",
+        "a = 1",
+        "for b in range(1):",
+        "c = b",
+        "for b in range(1):",
+        "d = 4",
+    ]
     assert notebook.value("a, c, d") == "1 0 4"
 
 
 def test_two_ranks_take_turns(notebook: Notebook) -> None:
     """One is led to its end before the other one is asked."""
     notebook.start(
-        "#pragma taas --gpus 2\nimport os\nfirst = input('a') + input('b') + input('c')\n", keyboard=True
+        "#pragma taas --gpus 2\nimport os\nfirst = input('a') + input('b') + input('c')\n",
+        keyboard=True,
     )
     prompts = []
     for number in range(6):

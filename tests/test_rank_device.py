@@ -120,7 +120,12 @@ def test_programs_for_data_parallel_are_known_by_all_code_that_they_may_run(
         "def calls(net):\n    return of_the_notebook(net)\n"
         "def other(net):\n    return net\n"
     )
-    linecache.cache["<an earlier cell>"] = len(earlier), None, earlier.splitlines(True), "<an earlier cell>"
+    linecache.cache["<an earlier cell>"] = (
+        len(earlier),
+        None,
+        earlier.splitlines(True),
+        "<an earlier cell>",
+    )
     namespace = {"__name__": "__main__"}
     exec(compile(earlier, "<an earlier cell>", "exec"), namespace)
     spec = importlib.util.spec_from_file_location("loaded", tmp_path / "loaded.py")

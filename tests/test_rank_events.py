@@ -52,7 +52,9 @@ def test_a_torn_end_is_told_apart(bodies: list[bytes], torn: int) -> None:
 def test_the_last_lines_before_a_large_display() -> None:
     """A figure of 200 KB is found with the lines around it; before one of 2 MB nothing is looked for."""
     for nbytes, found in ((200_000, True), (2_000_000, False)):
-        figure = msgspec.msgpack.encode({"data": {"image/png": "A" * nbytes, "text/plain": "<Figure>"}})
+        figure = msgspec.msgpack.encode(
+            {"data": {"image/png": "A" * nbytes, "text/plain": "<Figure>"}}
+        )
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             records = [pack_record(0, b"before\n", 0, 0), pack_record(DISPLAY, figure, 0, 0)]

@@ -31,7 +31,11 @@ def writes(**texts: str) -> Body:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 OWN = {"ck__model": "0"}
@@ -71,13 +75,17 @@ def test_what_belongs_to_a_save_is_there_at_the_end(
     for rank, texts in others.items():
         run.rank(writes(**texts), rank=rank)
     said = sort([run.scratch], str(run.project), "fox")
-    assert sort([run.scratch], str(run.project), "fox") == [line for line in said if line.startswith("kept")]
+    assert sort([run.scratch], str(run.project), "fox") == [
+        line for line in said if line.startswith("kept")
+    ]
     wanted = {
         path.replace("__", "/"): text
         for texts in (before, own, *others.values())
         for path, text in texts.items()
     }
-    assert contents(run.project) == {path: text for path, text in wanted.items() if path not in kept}
+    assert contents(run.project) == {
+        path: text for path, text in wanted.items() if path not in kept
+    }
     assert kept_versions([run.scratch], str(run.project)).keys() == kept.keys()
     for words in kept.values():
         assert words in said[-1]
@@ -136,7 +144,9 @@ def test_rank_0_finds_them_meanwhile(tmp_path: Path) -> None:
     turns.close()
     said = sort([run.scratch], str(run.project), "fox")
     assert said[0].startswith("put into the project: out/final/part_1.pt (1 file")
-    files = {str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()
+    }
     assert files == {"out/final/part_1.pt"}
     assert kept_versions([run.scratch], str(run.project)).keys() == {"old/log", "log"}
 
@@ -160,5 +170,7 @@ import os, torch
 torch.set_rng_state(torch.load(f"out/checkpoint-1/rng_state_{os.environ['RANK']}.pth"))
 drawn = torch.rand(1).item()""")
     assert resumed.status == "ok"
-    expected = "[torch.rand(1, generator=torch.Generator().manual_seed(n)).item() for n in (10, 11)]"
+    expected = (
+        "[torch.rand(1, generator=torch.Generator().manual_seed(n)).item() for n in (10, 11)]"
+    )
     assert notebook.value(f"__import__('taas').collected['drawn'] == {expected}") == "True"

@@ -47,7 +47,10 @@ def test_rank_0_writes_itself(run: Run):
         Path("model.pt").write_text("weights")
         return [guard.mechanism, os.open is __import__("posix").open]
 
-    assert run.rank(body, rank=0) == ["none (rank 0)", False]  # it finds other ranks' files (test_rank_saves)
+    assert run.rank(body, rank=0) == [
+        "none (rank 0)",
+        False,
+    ]  # it finds other ranks' files (test_rank_saves)
     assert run.rank(body, rank=0, mode="deny") == ["none (rank 0)", True]
     assert (run.project / "model.pt").read_text() == "weights"
 
@@ -61,7 +64,9 @@ def test_a_rank_reads_its_own_writes_back(run: Run, wall: str):
         Path("data/b.txt").write_text("b")
         os.makedirs("data/deep/er")
         Path("data/deep/er/c.txt").write_text("c")
-        walked = sorted(os.path.join(top, name) for top, _, names in os.walk("data") for name in names)
+        walked = sorted(
+            os.path.join(top, name) for top, _, names in os.walk("data") for name in names
+        )
         entries = {entry.name: entry.is_dir() for entry in os.scandir("data")}
         globbed = sorted(str(path) for path in Path().rglob("*.txt"))
         assert Path("data/b.txt").exists() and os.access("data/b.txt", os.W_OK)
@@ -188,12 +193,14 @@ def test_shared_directories_are_written_by_all(run: Run, wall: str):
         return [path for path, _ in diverted(run)]
 
     assert run.rank(body, mechanism=wall, shared=("ckpt/deep",)) == ["ckpt/outside"]
-    assert [str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()] == [
-        "ckpt/deep/shard1"
-    ]
+    assert [
+        str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()
+    ] == ["ckpt/deep/shard1"]
 
 
-def test_a_home_directory_as_project_keeps_its_caches(run: Run, wall: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_home_directory_as_project_keeps_its_caches(
+    run: Run, wall: str, monkeypatch: pytest.MonkeyPatch
+):
     """Where the project is all of a home, caches and the rank's own files beneath it stay writable."""
     monkeypatch.setenv("HOME", str(run.project))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -225,7 +232,12 @@ def test_a_home_directory_as_project_keeps_its_caches(run: Run, wall: str, monke
     ],
 )
 def test_what_python_writes_to_a_cache_is_loaded_by_c_code(
-    run: Run, wall: str, monkeypatch: pytest.MonkeyPatch, home: str, variables: dict[str, str], cache: str
+    run: Run,
+    wall: str,
+    monkeypatch: pytest.MonkeyPatch,
+    home: str,
+    variables: dict[str, str],
+    cache: str,
 ):
     """Triton writes a compiled module to a cache that is not there yet, and the system's loader opens it."""
     (run.project / home).mkdir(exist_ok=True)
@@ -242,7 +254,10 @@ def test_what_python_writes_to_a_cache_is_loaded_by_c_code(
         return os.system(f"cp {place}/module.so {place}/copied.so")
 
     assert run.rank(body, mechanism=wall) == 0
-    assert sorted(path.name for path in (run.project / cache / "abc").iterdir()) == ["copied.so", "module.so"]
+    assert sorted(path.name for path in (run.project / cache / "abc").iterdir()) == [
+        "copied.so",
+        "module.so",
+    ]
 
 
 def test_outside_the_project_nothing_is_restricted(run: Run, wall: str):
@@ -293,7 +308,8 @@ def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.Mo
         assert os.system(f"mount -t tmpfs -o nosuid,nodev none {run.project}/disk") == 0
         rank_storage.guard(**policy, mechanisms=("mount",))
         held = [
-            os.system(f"touch {place}/x 2>/dev/null") != 0 for place in (run.project, run.project / "disk")
+            os.system(f"touch {place}/x 2>/dev/null") != 0
+            for place in (run.project, run.project / "disk")
         ]
         *_, disk = (entry for entry in _linux.mounts() if entry.point == str(run.project / "disk"))
         return [*held, sorted(disk.options & {"ro", "nosuid", "nodev"})]
@@ -313,7 +329,9 @@ def _disk() -> str:
 
 
 def _by_program(disk: str) -> None:
-    if subprocess.run(["dd", f"of={disk}", "count=0"], stderr=subprocess.DEVNULL, check=False).returncode:
+    if subprocess.run(
+        ["dd", f"of={disk}", "count=0"], stderr=subprocess.DEVNULL, check=False
+    ).returncode:
         raise PermissionError(errno.EACCES, disk)
 
 
@@ -347,7 +365,12 @@ def test_root_does_not_write_past_the_wall_by_the_disk_itself(run: Run, how: str
             return error.errno
         return "it was opened"
 
-    assert run.rank(body, mechanism="mount") in (errno.EACCES, errno.EXDEV, errno.EPERM, errno.EROFS)
+    assert run.rank(body, mechanism="mount") in (
+        errno.EACCES,
+        errno.EXDEV,
+        errno.EPERM,
+        errno.EROFS,
+    )
 
 
 @needs_user_namespaces
@@ -388,10 +411,22 @@ BELOW_PYTHON = {
         "safetensors.torch.save_file({'a': torch.ones(2)}, 'there/m.safetensors')",
         "there",
     ),
-    "safetensors reads": ("safetensors.torch.load_file('made/own.safetensors')", "made/own.safetensors"),
-    "torch.jit.save": ("torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'made/m.pt')", "made"),
-    "torchvision reads": ("torchvision.io.read_file('made/own.safetensors')", "made/own.safetensors"),
-    "a program writes": ("subprocess.run(['touch', 'made/x'], check=True, capture_output=True)", "made"),
+    "safetensors reads": (
+        "safetensors.torch.load_file('made/own.safetensors')",
+        "made/own.safetensors",
+    ),
+    "torch.jit.save": (
+        "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'made/m.pt')",
+        "made",
+    ),
+    "torchvision reads": (
+        "torchvision.io.read_file('made/own.safetensors')",
+        "made/own.safetensors",
+    ),
+    "a program writes": (
+        "subprocess.run(['touch', 'made/x'], check=True, capture_output=True)",
+        "made",
+    ),
     "a program reads": (
         "subprocess.run(['cat', 'made/own.safetensors'], check=True, capture_output=True)",
         "made/own.safetensors",
@@ -531,7 +566,14 @@ def test_ranks_of_an_ordinary_user_may_look_into_each_other():
     user = [] if os.geteuid() else ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     ran = subprocess.run(
-        [*user, sys.executable, "-c", LOOKS_INTO], capture_output=True, text=True, env=environ, check=False
+        [*user, sys.executable, "-c", LOOKS_INTO],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
     )
     assert ran.stderr == ""
-    assert ran.stdout.splitlines() == ["mount there taken opens", "none (rank 0) refused refused refused"]
+    assert ran.stdout.splitlines() == [
+        "mount there taken opens",
+        "none (rank 0) refused refused refused",
+    ]

@@ -22,7 +22,9 @@ USERS = (os.getuid(),) if os.getuid() or no_other_users() else (0, NOBODY)
 def run_table(mechanism: str, mode: str, uid: int) -> dict[str, tuple[str, list[str]]]:
     command = [sys.executable, storage_attacks.__file__, mechanism, mode, str(uid)]
     environ = {**os.environ, "PYTHONPATH": str(Path(rank_storage.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=environ, cwd="/")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=380, env=environ, cwd="/"
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -46,7 +46,11 @@ def recovered(run: Run, *, overwrite: bool = False) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def write(path: str, text: str) -> Callable[[Any], None]:
@@ -93,7 +97,9 @@ def test_a_file_system_with_another_clock_loses_nothing(
     tree.mkdir(parents=True)
     for name in ("before", "during"):
         (tree / name).write_text("rank 1's")
-    while not during.exists() or during.lstat().st_ctime_ns <= since:  # it ticks some hundred times a second
+    while (
+        not during.exists() or during.lstat().st_ctime_ns <= since
+    ):  # it ticks some hundred times a second
         during.write_text("rank 0's")
     [said] = sort([writes], str(project), "fox")
     assert said.startswith("kept: before (1 file")
@@ -152,13 +158,17 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
     assert "1 file of elk recovered" in notebook.good("%taas recover").stdout
     (notebook.folder / "elk-1").write_text("edited")
     assert "elk-1 exists in the project" in notebook.run("%taas recover elk").stderr
-    notebook.good("#pragma taas --gpus 1\nimport os")  # the new supervisor removes what the old one left
+    notebook.good(
+        "#pragma taas --gpus 1\nimport os"
+    )  # the new supervisor removes what the old one left
 
 
 WORLD = 3
 
 
-def save_sharded(run: Run, store: Path, scratches: dict[int, Path] | None = None, **options) -> None:
+def save_sharded(
+    run: Run, store: Path, scratches: dict[int, Path] | None = None, **options
+) -> None:
     """Every rank saves its part of one checkpoint, as FSDP programs do; ``scratches``: of ranks on other VMs."""
 
     def rank_process(rank):
@@ -170,8 +180,12 @@ def save_sharded(run: Run, store: Path, scratches: dict[int, Path] | None = None
             rank_storage.guard(**policy)
             os.chdir(run.project)
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-            dcp.save({f"part{rank}": torch.full((4,), float(rank)), "step": 7}, checkpoint_id="ckpt")
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+            )
+            dcp.save(
+                {f"part{rank}": torch.full((4,), float(rank)), "step": 7}, checkpoint_id="ckpt"
+            )
             dist.destroy_process_group()
 
         return fork(body)
@@ -188,7 +202,9 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
 
 @needs_mounts
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
+)
 def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
     """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place, from another disk."""
     for number in range(2):
@@ -211,7 +227,9 @@ def test_a_sharded_checkpoint_of_several_vms_is_whole_at_the_end(
     elsewhere = tmp_path / "elsewhere" / "rank2"
     elsewhere.mkdir(parents=True)
     save_sharded(run, tmp_path / "store", scratches={2: elsewhere})
-    assert "the checkpoint ckpt lacks __2_0.distcp until the end of the run" in capfd.readouterr().out
+    assert (
+        "the checkpoint ckpt lacks __2_0.distcp until the end of the run" in capfd.readouterr().out
+    )
     with pytest.raises(CheckpointException, match=r"__2_0"):
         load_sharded(run.project / "ckpt")
     shutil.rmtree(run.scratch / "rank2")

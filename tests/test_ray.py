@@ -240,7 +240,9 @@ def _find(node: Node, name: str) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             own, words = one.name(), one.cmdline()
             forked = not own.startswith("taas-") and any("forkserver" in word for word in words)
-            if one.status() != psutil.STATUS_ZOMBIE and (forked if name == "rank" else name in (own, *words)):
+            if one.status() != psutil.STATUS_ZOMBIE and (
+                forked if name == "rank" else name in (own, *words)
+            ):
                 found.append(one)
     return found
 
@@ -275,7 +277,9 @@ def test_sigkill_of_the_supervisor(cluster: RayCluster, book: Notebook) -> None:
     book.wait_for("all there", 240)
     found = book.processes()
     [supervisor] = found.supervisor
-    drivers = [process for process in found.others if "taas.engines.ray_driver" in process.cmdline()]
+    drivers = [
+        process for process in found.others if "taas.engines.ray_driver" in process.cmdline()
+    ]
     assert drivers
     os.kill(supervisor.pid, signal.SIGKILL)
     ran = book.end()
@@ -326,7 +330,9 @@ def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
     try:
         _lost(book, node)
         assert (book.folder / "begun.txt").read_text() == "complete"
-        assert {path.name for path in book.folder.iterdir()} <= {"begun.txt", "half.txt"}, "nothing of taas"
+        assert {path.name for path in book.folder.iterdir()} <= {"begun.txt", "half.txt"}, (
+            "nothing of taas"
+        )
         assert cluster.rid_of_taas(60, actors=False), "ranks outlive the way to their notebook"
     finally:
         node.reconnect()
@@ -415,7 +421,11 @@ def test_a_driver_needs_rays_inner_modules_only_when_it_asks_them(tmp_path: Path
         (["ray._private.worker", "global_worker", "nobody"], "refused"),
     ],
 )
-def test_what_a_version_of_ray_has_no_more_is_refused_by_its_name(asked: list[str], answer: str) -> None:
+def test_what_a_version_of_ray_has_no_more_is_refused_by_its_name(
+    asked: list[str], answer: str
+) -> None:
     """With that version of Ray: a module, one of its names, or what such a thing has."""
-    done = subprocess.run([sys.executable, "-c", _ASKED, *asked], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _ASKED, *asked], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split()[:1] == [answer], done

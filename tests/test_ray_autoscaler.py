@@ -69,13 +69,17 @@ def test_nodes_come_for_a_cell_and_go(autoscaled: AutoscaledCluster, book: Noteb
         r"Ray's autoscaler starts \d c1\.4",
         r"waiting for 2 nodes with .*g2\.8 1.*Ray's autoscaler starts \d g2\.8",
     )
-    when = [next((at for at, line in enumerate(lines) if re.search(what, line)), -1) for what in said]
+    when = [
+        next((at for at, line in enumerate(lines) if re.search(what, line)), -1) for what in said
+    ]
     assert -1 not in when and when == sorted(when), (when, lines)
     assert " given back" in book.good("%taas release").stdout
     autoscaled.wait_until_none_is_left()
 
 
-def test_three_nodes_that_are_up_train_as_this_machine_does(cluster: RayCluster, tmp_path: Path) -> None:
+def test_three_nodes_that_are_up_train_as_this_machine_does(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
     """The same on nodes of a cluster that nobody scales, and that share no disk."""
     book = cluster.notebook(tmp_path)
     try:

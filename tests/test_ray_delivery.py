@@ -102,14 +102,18 @@ def book(cluster: RayCluster, tmp_path: Path) -> Iterator[Notebook]:
 def _data_node(cluster: RayCluster) -> Node:
     """A node on which data workers are."""
     return next(
-        node for node in cluster.nodes[2:] if any("taas-pool" in each.name() for each in node.of_taas())
+        node
+        for node in cluster.nodes[2:]
+        if any("taas-pool" in each.name() for each in node.of_taas())
     )
 
 
 def _two_data_nodes_serve(book: Notebook) -> None:
     """The next run gets all that it asks for."""
     book.good("loader = fresh(40)")
-    book.good("#!g2.2\n#pragma taas --gpus 2 --cpus 2\ntotal = sum(len(rows) for rows, _ in loader)", 300)
+    book.good(
+        "#!g2.2\n#pragma taas --gpus 2 --cpus 2\ntotal = sum(len(rows) for rows, _ in loader)", 300
+    )
     assert book.value("total") == "20"
 
 
@@ -158,7 +162,9 @@ def test_a_data_node_killed_in_an_epoch(cluster: RayCluster, book: Notebook) -> 
     _two_data_nodes_serve(book)
 
 
-def test_another_data_node_joins_in_place_of_one_that_is_cut_off(cluster: RayCluster, book: Notebook) -> None:
+def test_another_data_node_joins_in_place_of_one_that_is_cut_off(
+    cluster: RayCluster, book: Notebook
+) -> None:
     """The only data VM is out of reach: it ends by itself, and Ray gives another node, for which the ranks wait."""
     book.good(f"loader = fresh({_SLOW_ROWS})")
     book.start(_SLOW.format(vms=1, name="alone"))

@@ -54,7 +54,9 @@ def test_register_names_the_variable_and_unregister_undoes() -> None:
 
 
 @pytest.mark.parametrize("name", [None, "mine"])
-def test_a_cell_that_registers_is_run_again(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+def test_a_cell_that_registers_is_run_again(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
     """The loader that its variable had before goes; one that something else holds by a variable stays."""
     main, before = sys.modules["__main__"], set(registry._registry)
     loaders = [DataLoader(Plain()) for _ in range(3)]
@@ -91,7 +93,9 @@ def test_registering_twice_is_an_error() -> None:
     ],
     ids=["a variable's", "two loaders", "number", "two words", "empty"],
 )
-def test_a_name_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, name: Any, said: str) -> None:
+def test_a_name_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: Any, said: str
+) -> None:
     """Of two loaders of one name a run would wait for ever; a second loader is no name of the first."""
     train, valid = DataLoader(Plain()), DataLoader(Plain())
     monkeypatch.setattr(sys.modules["__main__"], "train", train, raising=False)
@@ -108,7 +112,9 @@ def test_what_is_not_registered_cannot_be_unregistered() -> None:
 
 
 @pytest.mark.parametrize(
-    "thing", [Plain(), 3, None, iter([1]), (i for i in range(3))], ids=lambda thing: type(thing).__name__
+    "thing",
+    [Plain(), 3, None, iter([1]), (i for i in range(3))],
+    ids=lambda thing: type(thing).__name__,
 )
 def test_what_cannot_be_iterated_anew_is_refused(thing: Any) -> None:
     """Datasets, numbers, iterators and generators are no loaders."""
@@ -125,7 +131,9 @@ def test_what_cannot_be_iterated_anew_is_refused(thing: Any) -> None:
     ],
     ids=["lock", "nested", "file"],
 )
-def test_what_cannot_travel_is_named_by_its_path(extra: dict[str, Any], path: str, what: str) -> None:
+def test_what_cannot_travel_is_named_by_its_path(
+    extra: dict[str, Any], path: str, what: str
+) -> None:
     """The message has the attribute path, the type, and what to do."""
     with pytest.raises(RegistrationError) as caught:
         registry.register(DataLoader(Plain(**extra)), name="train")
@@ -177,7 +185,9 @@ def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
         iter(delivered)
 
 
-def test_names_that_the_cell_binds_are_for_data_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_the_cell_binds_are_for_data_processes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A rank gets no last run's value under such a name; the loader's code finds it in a data process."""
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)

@@ -38,7 +38,9 @@ def test_a_lost_rank_is_started_again(notebook: Notebook) -> None:
     ran = notebook.good(HEAD + TRAIN.format(ckpt="rank.pt", loss=KILL_RANK_1))
     assert "rank 1 was killed by SIGKILL" in ran.stdout
     assert "started again (1 of 1 restarts used)" in ran.stdout
-    assert ran.stdout.index("start 0 of 1 from step 0") < ran.stdout.index("start 1 of 1 from step 3")
+    assert ran.stdout.index("start 0 of 1 from step 0") < ran.stdout.index(
+        "start 1 of 1 from step 3"
+    )
     assert notebook.value("step, restart") == "6 1"
 
 
@@ -66,7 +68,8 @@ def test_a_lost_vm_is_replaced(notebook: Notebook) -> None:
 def test_used_up_restarts_are_the_end(notebook: Notebook) -> None:
     """The last loss is the error, and the next cell runs."""
     ran = notebook.run(
-        HEAD + "\nimport os\nprint('here', flush=True)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)"
+        HEAD
+        + "\nimport os\nprint('here', flush=True)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)"
     )
     assert ran.stdout.count("started again") == 1
     assert ran.ename == "CellFailed"
@@ -76,9 +79,13 @@ def test_used_up_restarts_are_the_end(notebook: Notebook) -> None:
 
 def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:
     """What the first start printed is not lost with it."""
-    notebook.good(HEAD + " --background --name twice" + TRAIN.format(ckpt="twice.pt", loss=KILL_RANK_1))
+    notebook.good(
+        HEAD + " --background --name twice" + TRAIN.format(ckpt="twice.pt", loss=KILL_RANK_1)
+    )
     ran = notebook.good("%taas attach twice")
-    assert ran.stdout.index("start 0 of 1 from step 0") < ran.stdout.index("start 1 of 1 from step 3")
+    assert ran.stdout.index("start 0 of 1 from step 0") < ran.stdout.index(
+        "start 1 of 1 from step 3"
+    )
     assert notebook.value("step") == "6"
     logs = notebook.good("%taas logs twice --rank 1").stdout
     assert logs.index("start 0 of 1 from step 0") < logs.index("start 1 of 1 from step 3")
@@ -120,7 +127,9 @@ for batch in loader:
         ("delivering", "planner"),
     ],
 )
-def test_a_loss_on_the_data_side_is_one(notebook: Notebook, tmp_path: Path, when: str, who: str) -> None:
+def test_a_loss_on_the_data_side_is_one(
+    notebook: Notebook, tmp_path: Path, when: str, who: str
+) -> None:
     """Whatever of taas goes, before the ranks begin and later, the run starts again."""
     notebook.good(
         f"%taas release\nimport os\n{LOADER}\nsigns = {str(tmp_path)!r}\nloader = DataLoader(Waits(signs), num_workers=1)\n"
@@ -136,7 +145,9 @@ def test_a_loss_on_the_data_side_is_one(notebook: Notebook, tmp_path: Path, when
         "forkserver": found.forkservers,
         "agent": found.agents,
         "planner": [one for one in found.data_processes if one.name() == "taas-planner"],
-        "coordinator": [one for one in found.others if "taas.delivery.coordinator" in one.cmdline()],
+        "coordinator": [
+            one for one in found.others if "taas.delivery.coordinator" in one.cmdline()
+        ],
     }
     [lost] = roles[who]
     lost.kill()

@@ -28,7 +28,9 @@ from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Workspace
 from taas.wire.transfer import Chunk
 
 
-def _submit(spec: RunSpec, payload: Memory, loaders: DeliveryOrder | None, project: str = "/") -> Submit:
+def _submit(
+    spec: RunSpec, payload: Memory, loaders: DeliveryOrder | None, project: str = "/"
+) -> Submit:
     return Submit(
         cell=Cell("", 1, spec, "nocolor"),
         workspace=Workspace(project, {}),
@@ -44,7 +46,13 @@ class Beginning:
     """A run of two VMs with two ranks each, and what is written down of it; ``told`` is what VMs were told, with their keys."""
 
     def __init__(
-        self, project: Path, data_vms: int = 0, here: str = "", *, remote: bool = True, **options: Any
+        self,
+        project: Path,
+        data_vms: int = 0,
+        here: str = "",
+        *,
+        remote: bool = True,
+        **options: Any,
     ) -> None:
         self._here, self._remote = here, remote
         self.told: list[tuple[str, Message]] = []
@@ -53,8 +61,12 @@ class Beginning:
         self._payload = os.memfd_create("nothing")
         payload = Memory(os.getpid(), self._payload, 0)
         loaders = DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None
-        spec = RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options)
-        recorder = Recorder(_submit(spec, payload, loaders, str(project)), ProcessMark.of(os.getpid()))
+        spec = RunSpec(
+            name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options
+        )
+        recorder = Recorder(
+            _submit(spec, payload, loaders, str(project)), ProcessMark.of(os.getpid())
+        )
         recorder.begin(())
         self._loop = PollLoop()
         self._worker = WorkThread(self._loop.soon)
@@ -65,7 +77,13 @@ class Beginning:
         machines = [DrivenMachine(number, engine, "the Ray cluster") for number in range(count)]
         self.machines += machines
         return [
-            Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=self._remote)
+            Vm(
+                machine,
+                f"vm{number}",
+                Demand(),
+                lambda *told: self.told.append(told),
+                remote=self._remote,
+            )
             for number, machine in enumerate(machines)
         ]
 
@@ -173,7 +191,9 @@ def test_the_first_to_fail_is_found_whatever_clocks_say(
     order = (second, first) if outcome == "died" else (first, second)
     for rank in order:
         how = outcome if rank == first else "raised"
-        begun.hear(rank // 2, RankEnded(rank=rank, outcome=how, at=clock(rank), message=f"of {rank}"))
+        begun.hear(
+            rank // 2, RankEnded(rank=rank, outcome=how, at=clock(rank), message=f"of {rank}")
+        )
     verdict = begun.ended()
     assert verdict.first is not None and verdict.first.rank == first
     assert verdict.vm.startswith(f"g2.2-{first // 2} ")
@@ -210,6 +230,10 @@ def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Begi
         begun.run.hear(begun.vms[1], job, said)
     assert (begun.record, begun.told, list(begun.run.output.rglob("*"))) == before
     assert not (begun.run.found.ended or begun.run.found.started or begun.run.ranks.done)
-    assert (begun.run.found.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
+    assert (begun.run.found.answer, begun.run.transfer.answer, begun.run.ranks.store) == (
+        None,
+        None,
+        None,
+    )
     begun.hear(0, RankEnded(rank=1, outcome="done", at=0.0, answer=Memory(os.getpid(), 9, 100)))
     assert begun.run.found.answer is None

@@ -21,14 +21,19 @@ SHARED = {
     "too long": ("a" * 300, "File name too long: type --shared checkpoints"),
     "a loop of links": ("loop/x", "type --shared checkpoints"),
     "below a file": ("file/x", "cannot be made (Not a directory): type --shared checkpoints"),
-    "a link that leads nowhere": ("dangling", "type --shared checkpoints; allowed is a directory inside"),
+    "a link that leads nowhere": (
+        "dangling",
+        "type --shared checkpoints; allowed is a directory inside",
+    ),
     "a home directory": ("~/ckpt", "type --shared /somebody/ckpt"),
     "all of the project": (".", "neither the project nor what holds it"),
 }
 
 
 @pytest.mark.parametrize("what", SHARED)
-def test_an_odd_shared_directory(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_shared_directory(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the system says of a path is one line with what to type."""
     path, said = SHARED[what]
     monkeypatch.setenv("HOME", "/somebody")
@@ -58,7 +63,9 @@ def test_an_odd_taas_toml(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The file is named, and what to write."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     content, said = TOML[what]
-    (tmp_path / "taas.toml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "taas.toml").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         load_catalog(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}/taas.toml: ")
@@ -69,13 +76,17 @@ def test_an_odd_taas_toml(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_no_file_in_the_place_of_taas_toml(kind: str, tmp_path: Path) -> None:
     """It is neither waited for nor passed over in silence."""
     path = tmp_path / "taas.toml"
-    {"a folder": path.mkdir, "a FIFO": lambda: os.mkfifo(path)}.get(kind, lambda: path.symlink_to(path))()
+    {"a folder": path.mkdir, "a FIFO": lambda: os.mkfifo(path)}.get(
+        kind, lambda: path.symlink_to(path)
+    )()
     with pytest.raises(ConfigError, match="it is no file, nor a link to one; replace it"):
         load_catalog(tmp_path)
 
 
 @pytest.mark.parametrize("home", ["~nosuchuser/x", "/dev/null", "x" * 5000])
-def test_an_odd_folder_of_settings(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_folder_of_settings(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There are no settings there, or the path is named."""
     monkeypatch.setenv("XDG_CONFIG_HOME", home)
     if len(home) < 100:
@@ -114,7 +125,10 @@ def test_stop_says_what_goes_on(alone: Path) -> None:
         try:
             other.good("%load_ext taas")
             said = other.run("%taas stop").stderr
-            assert "no run of this notebook goes on, but others do; type one of %taas stop small" in said
+            assert (
+                "no run of this notebook goes on, but others do; type one of %taas stop small"
+                in said
+            )
         finally:
             other.close()
         book.good(f"#pragma taas --gpus 1 --background --name large\n{WAITS}")
@@ -242,7 +256,9 @@ if "taas.supervisor" in sys.orig_argv:
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_breaks_down_is_not_said_to_be_killed(alone: Path, tmp_path: Path) -> None:
+def test_a_supervisor_that_breaks_down_is_not_said_to_be_killed(
+    alone: Path, tmp_path: Path
+) -> None:
     """The cell and the history name its error and its log; the out-of-memory killer is not suspected."""
     site = tmp_path / "site"
     site.mkdir()
@@ -250,7 +266,9 @@ def test_a_supervisor_that_breaks_down_is_not_said_to_be_killed(alone: Path, tmp
     book = Notebook(alone, environ={"PYTHONPATH": str(site)})
     try:
         book.good("%load_ext taas")
-        book.start("#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
+        book.start(
+            "#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)"
+        )
         book.wait_for("ready")
         (site / "breaks").touch()
         ran = book.end()

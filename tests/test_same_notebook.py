@@ -231,7 +231,9 @@ ALONE = [
 """What a cell says of itself: texts, magics, output."""
 
 
-@pytest.mark.parametrize("program", [*together(ROWS), *ALONE], ids=lambda program: program.name[:60])
+@pytest.mark.parametrize(
+    "program", [*together(ROWS), *ALONE], ids=lambda program: program.name[:60]
+)
 def test_the_same_cells_with_and_without_the_header(program: Program, tmp_path: Path) -> None:
     """What they show and leave is the same, without a line of taas that something did not come back."""
     different = compare(program, tmp_path)

@@ -96,7 +96,13 @@ def figures_of_torchrun(cells: list[str], folder: Path) -> list[Any]:
     folder.mkdir(exist_ok=True)
     lines = [line for line in "\n".join(cells).splitlines() if not line.startswith("#pragma")]
     (folder / "script.py").write_text(PRELUDE + "\n".join(lines) + LEAVE)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--local-ranks-filter=0",
+    ]
     done = subprocess.run(
         [sys.executable, *command, "script.py"],
         cwd=folder,
@@ -293,7 +299,8 @@ net.fit(rows, kinds)
 figures(net.history[:, "train_loss"])
 """
 FIT_ON = (
-    TWO + 'net.partial_fit(rows, kinds)\nfigures(net.history[:, "train_loss"], net.accelerator.process_index)'
+    TWO
+    + 'net.partial_fit(rows, kinds)\nfigures(net.history[:, "train_loss"], net.accelerator.process_index)'
 )
 
 LIBRARIES = {
@@ -379,7 +386,9 @@ def fresh(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs(*row[0])) for name, row in LIBRARIES.items()]
 )
-def test_a_librarys_training_goes_on_in_the_next_cell(name: str, fresh: Notebook, tmp_path: Path) -> None:
+def test_a_librarys_training_goes_on_in_the_next_cell(
+    name: str, fresh: Notebook, tmp_path: Path
+) -> None:
     """Its objects know the rank they are in, wherever they were made, and are wrapped as they were."""
     cells = LIBRARIES[name][1]
     ran = [fresh.good(cell, seconds=280) for cell in cells]
@@ -395,7 +404,9 @@ MAKE = (
     + NET
     + "sampler = DistributedSampler(data)\nloader = DataLoader(data, batch_size=2, sampler=sampler)\n"
 )
-WITHOUT = "came back without its DistributedDataParallel: wrap it again in this cell, or use --keep."
+WITHOUT = (
+    "came back without its DistributedDataParallel: wrap it again in this cell, or use --keep."
+)
 THREE = "#pragma taas --gpus 3\n"
 USE = TWO + "meet()\n"
 HOLDER = """
@@ -474,7 +485,9 @@ def test_what_is_rank_0s_is_said_before_the_cell_starts(name: str, notebook: Not
     for each in [IMPORTS, *earlier]:
         notebook.good(each)
     ran = notebook.run(cell)
-    said = [one.removeprefix("taas: ") for one in ran.stdout.splitlines() if one.startswith("taas: ")]
+    said = [
+        one.removeprefix("taas: ") for one in ran.stdout.splitlines() if one.startswith("taas: ")
+    ]
     assert len(said) == bool(line), ran.stdout
     assert all(one.startswith(line) for one in said)
 
@@ -573,7 +586,9 @@ REFUSED = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(*row[0])) for name, row in REFUSED.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(*row[0])) for name, row in REFUSED.items()]
+)
 def test_what_was_made_for_another_number_is_refused(name: str, fresh: Notebook) -> None:
     """By name, before anything starts; where a function uses it perhaps, the same is a line."""
     _, earlier, use, why = REFUSED[name]
@@ -605,13 +620,18 @@ def test_a_trainer_that_a_function_reads_is_refused(fresh: Notebook) -> None:
 @pytest.mark.timeout(300)
 def test_a_trainer_of_as_many_processes_trains_in_all_ranks(fresh: Notebook) -> None:
     """One of a plain cell that was told so, and one of a cell with ranks; in the notebook it is read."""
-    fresh.good(BY_LIGHTNING + "trainer = a_trainer(accelerator='cpu', devices=2, strategy='ddp_notebook')")
-    ran = fresh.good(TWO + "trainer.fit(lit, loader)\nfigures(trainer.global_step, trainer.world_size)")
+    fresh.good(
+        BY_LIGHTNING + "trainer = a_trainer(accelerator='cpu', devices=2, strategy='ddp_notebook')"
+    )
+    ran = fresh.good(
+        TWO + "trainer.fit(lit, loader)\nfigures(trainer.global_step, trainer.world_size)"
+    )
     assert figures_of(ran.stdout) == [[8, 2]]
     fresh.good(TWO + "trainer = a_trainer()\ntrainer.fit(lit, loader)")
     assert fresh.value("trainer.global_step") == "8"
     ran = fresh.good(
-        TWO + "trainer.fit_loop.max_epochs = 3\ntrainer.fit(lit, loader)\nfigures(trainer.global_step)"
+        TWO
+        + "trainer.fit_loop.max_epochs = 3\ntrainer.fit(lit, loader)\nfigures(trainer.global_step)"
     )
     assert "for one process" not in ran.stdout
     assert figures_of(ran.stdout) == [[12]]
@@ -640,7 +660,9 @@ def test_what_accelerate_prepared_in_a_plain_cell_is_prepared_again(fresh: Noteb
 def test_a_cell_that_does_not_train_has_the_model_as_it_came(fresh: Notebook) -> None:
     """Its methods and attributes are those that the notebook sees; a line says that it has no wrapper."""
     fresh.good(ACCELERATE)
-    fresh.good(TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2)" + PREPARE)
+    fresh.good(
+        TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2)" + PREPARE
+    )
     ran = fresh.good(TWO + "print(net.weight.shape[0], accelerator.num_processes)")
     assert ran.own == "1 2\n"
     assert "net " + WITHOUT in ran.stdout
@@ -680,7 +702,10 @@ def test_what_ranks_made_is_of_one_process_in_the_notebook(fresh: Notebook) -> N
     )
     fresh.good("of = accelerator")
     assert fresh.value("of.num_processes, of.device.type, of.mixed_precision") == "1 cpu bf16"
-    assert fresh.value("of.gradient_accumulation_steps, sum(len(batch) for batch, _ in loader)") == "2 8"
+    assert (
+        fresh.value("of.gradient_accumulation_steps, sum(len(batch) for batch, _ in loader)")
+        == "2 8"
+    )
 
 
 SHARES = {
@@ -695,7 +720,9 @@ SHARES = {
 
 
 @pytest.mark.parametrize("name", SHARES)
-def test_a_share_of_data_that_comes_to_the_notebook_is_named_once(name: str, notebook: Notebook) -> None:
+def test_a_share_of_data_that_comes_to_the_notebook_is_named_once(
+    name: str, notebook: Notebook
+) -> None:
     """At the end of the cell that brought it, not of a later one that reads it."""
     cell, line = SHARES[name]
     notebook.good(IMPORTS)
@@ -755,7 +782,9 @@ def test_ranks_that_stay_have_their_own(notebook: Notebook) -> None:
     """Sampler, wrapper and rank are each rank's in the next cell; what travels to them anew is each rank's, too."""
     notebook.good(IMPORTS)
     notebook.good(KEPT + NET + "sampler = DistributedSampler(data)\nrank = dist.get_rank()")
-    ran = notebook.good(KEPT.rstrip() + " --output all\nprint(sampler.rank, rank, type(net).__name__)")
+    ran = notebook.good(
+        KEPT.rstrip() + " --output all\nprint(sampler.rank, rank, type(net).__name__)"
+    )
     seen = ["[rank 0] 0 0 DistributedDataParallel", "[rank 1] 1 1 DistributedDataParallel"]
     assert sorted(ran.stdout.splitlines()) == seen
     notebook.good("sampler.epoch = 5")

@@ -22,7 +22,17 @@ import zmq
 from delivery_run import DeliveryRun
 from notebook_harness import Notebook, Processes, gone
 from storage_ranks import fork, join
-from stranger import TRAPS, Bomb, as_stranger, become_stranger, doors, only_as_root, private, swap, try_all
+from stranger import (
+    TRAPS,
+    Bomb,
+    as_stranger,
+    become_stranger,
+    doors,
+    only_as_root,
+    private,
+    swap,
+    try_all,
+)
 from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
 
@@ -137,7 +147,9 @@ def test_another_user_comes_in_nowhere(
     notebook: Notebook, public: Path, tmp_path: Path, cell: str, printed: str
 ) -> None:
     """He tries each socket 1,500 times, plants pickles, lists folders: no door opens, and the run is what it is."""
-    notebook.good("from pathlib import Path\nimport time\nstop = Path('stop')\nstop.unlink(missing_ok=True)")
+    notebook.good(
+        "from pathlib import Path\nimport time\nstop = Path('stop')\nstop.unlink(missing_ok=True)"
+    )
     if cell is DELIVERED:
         notebook.good(
             "import taas, torch\nfrom torch.utils.data import DataLoader\n"
@@ -349,7 +361,9 @@ def _flooded(rank: int, loaders: dict[str, DataLoader]) -> tuple[int, bool, floa
 
 def test_where_the_user_chose_no_encryption_strangers_stay_out_and_floods_come_by_parts() -> None:
     """Between hosts: without the run's password there is no connection; what peers send costs a step a bounded part."""
-    with DeliveryRun({"d": DataLoader(torch.arange(40.0), batch_size=4)}, shared=False, encrypt=False) as run:
+    with DeliveryRun(
+        {"d": DataLoader(torch.arange(40.0), batch_size=4)}, shared=False, encrypt=False
+    ) as run:
         [(fared, left, total)] = run.ranks(_flooded)
     assert fared != zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert (left, total) == (True, 780.0)
@@ -360,7 +374,11 @@ LIES: dict[str, tuple[Peer, Peer, Message | list[Result]]] = {
     "a data VM says what the planner says": (POOL, POOL, Final(b"", {"d": "a lie"})),
     "a rank as the planner": (Peer("rank", 1), PLANNER, Final(b"", {"d": "a lie"})),
     "a rank as another rank": (Peer("rank", 1), Peer("rank", 0), Hello(address="ipc:///nowhere")),
-    "a rank says what a data VM says": (Peer("rank", 1), Peer("rank", 1), WorkerLost(0, -1, "a lie")),
+    "a rank says what a data VM says": (
+        Peer("rank", 1),
+        Peer("rank", 1),
+        WorkerLost(0, -1, "a lie"),
+    ),
     "a data VM as another one": (POOL, Peer("pool", 1), Hello("a lie")),
 }
 

@@ -52,7 +52,9 @@ def test_seed_001_mnist_with_data_parallel(notebook: Notebook, mnist: Path) -> N
         notebook.good(block)
     training = code[-1]
     assert "#pragma taas --gpus 8" in training
-    training = training.replace("range(1, 10)", "range(1, 3)").replace("batch_idx % 200", "batch_idx % 10")
+    training = training.replace("range(1, 10)", "range(1, 3)").replace(
+        "batch_idx % 200", "batch_idx % 10"
+    )
     notebook.good(
         code[2].replace("batch_idx % 200", "batch_idx % 10")
     )  # the data set is small: print oftener
@@ -96,9 +98,13 @@ def test_seed_003_init_by_environment_and_reduce(notebook: Notebook) -> None:
     body = (
         group
         + wrap
-        + sync.replace("dist.reduce(loss, dst=0)", "total = loss.detach().clone()\ndist.reduce(total, dst=0)")
+        + sync.replace(
+            "dist.reduce(loss, dst=0)", "total = loss.detach().clone()\ndist.reduce(total, dst=0)"
+        )
     )
     ran = notebook.good(
-        "#pragma taas --gpus 2\n" + body + "\nprint(world_size, bool(torch.isclose(total, 2 * loss)))"
+        "#pragma taas --gpus 2\n"
+        + body
+        + "\nprint(world_size, bool(torch.isclose(total, 2 * loss)))"
     )
     assert ran.own.splitlines()[-1] == "2 True"

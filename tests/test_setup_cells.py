@@ -86,7 +86,9 @@ def test_it_runs_before_the_names_arrive_and_once(tmp_path: Path) -> None:
         "    def __reduce__(self): return make, ()\nearly = Early()\nseen.append(1); alias = seen"
     )
     cell = "seen.append(early.bytes); mine = seen"
-    program = Program("early", (SETUP + setup, define, cell, "seen, alias is seen, mine is seen"), (2,))
+    program = Program(
+        "early", (SETUP + setup, define, cell, "seen, alias is seen, mine is seen"), (2,)
+    )
     different = compare(program, tmp_path)
     assert not different, "\n".join(different)
 
@@ -111,7 +113,9 @@ def test_one_that_fails_in_a_rank_says_so(tmp_path: Path) -> None:
 @pytest.fixture(name="cells")
 def _cells(notebook: Notebook) -> Iterator[Notebook]:
     yield notebook
-    notebook.run("%taas release\n%taas setup --clear\nimport calendar\nvars(calendar).pop('seen', None)")
+    notebook.run(
+        "%taas release\n%taas setup --clear\nimport calendar\nvars(calendar).pop('seen', None)"
+    )
 
 
 ADD = "import calendar\ncalendar.seen = [*getattr(calendar, 'seen', []), {what}]"
@@ -177,10 +181,15 @@ def test_ranks_that_stay_run_what_is_new(cells: Notebook) -> None:
     cells.good(keep + seen)
     assert sorted(cells.good(keep + seen).own.splitlines()) == ["[rank 0] [1] 0", "[rank 1] [1] 1"]
     cells.good(SETUP + ADD.format(what=2))
-    assert sorted(cells.good(keep + seen).own.splitlines()) == ["[rank 0] [1, 2] 0", "[rank 1] [1, 2] 1"]
+    assert sorted(cells.good(keep + seen).own.splitlines()) == [
+        "[rank 0] [1, 2] 0",
+        "[rank 1] [1, 2] 1",
+    ]
     cells.good("%taas release")
     assert cells.good("#pragma taas --gpus 2\n" + seen).own == "[1, 2] 0\n"
-    cells.good("#pragma taas --gpus 2 --background --name apart\nimport calendar\nthere = calendar.seen")
+    cells.good(
+        "#pragma taas --gpus 2 --background --name apart\nimport calendar\nthere = calendar.seen"
+    )
     cells.good("%taas attach apart")
     assert cells.value("there") == "[1, 2]"
 
@@ -188,7 +197,9 @@ def test_ranks_that_stay_run_what_is_new(cells: Notebook) -> None:
 @pytest.mark.slow
 def test_data_processes_run_them(cells: Notebook) -> None:
     """A dataset of a registered loader may need what a library keeps, where it is rebuilt and where it makes elements."""
-    cells.good(SETUP + "import codecs\ncodecs.register_error('data', lambda error: ('?', error.end))")
+    cells.good(
+        SETUP + "import codecs\ncodecs.register_error('data', lambda error: ('?', error.end))"
+    )
     cells.good(
         "import taas, torch\nclass Words(torch.utils.data.Dataset):\n    def __len__(self): return 8\n"
         "    def __getitem__(self, at): return len(('ä' * at).encode('ascii', 'data'))\n"

@@ -43,7 +43,9 @@ def test_sharded_values_are_whole_or_named(notebook: Notebook) -> None:
     """What rank 0 has all of is an ordinary tensor or parameter; a shard is listed with the line to type."""
     notebook.good(MODELS)
     ran = notebook.good(PROGRAM)
-    said = next(line for line in ran.stdout.splitlines() if line.startswith("taas: did not come back"))
+    said = next(
+        line for line in ran.stdout.splitlines() if line.startswith("taas: did not come back")
+    )
     for name in ("net", "optimizer", "sharded", "held", "fsdp", "one", "two"):
         assert f" {name}" in said, name
     assert "full_tensor()" in said
@@ -51,15 +53,18 @@ def test_sharded_values_are_whole_or_named(notebook: Notebook) -> None:
     assert notebook.value("[n for n in ('sharded', 'held', 'fsdp') if n in globals()]") == "[]"
     plain = "all(type(p) is nn.Parameter and p.shape == before[n].shape for n, p in net.named_parameters())"
     assert notebook.value(plain) == "True"
-    assert notebook.value("all(value.equal(before[n]) for n, value in net.state_dict().items())") == "True"
+    assert (
+        notebook.value("all(value.equal(before[n]) for n, value in net.state_dict().items())")
+        == "True"
+    )
     assert (
         notebook.value("[[*m(torch.ones(1, 4)).shape] for m in (net, one, two)]")
         == "[[1, 2], [1, 4], [1, 4]]"
     )
     assert notebook.value("[m.weight.shape == (4, 4) for m in (one, two)]") == "[True, True]"
-    assert notebook.value("type(replicated), replicated.equal(numbers), gathered.equal(numbers)") == (
-        "<class 'torch.Tensor'> True True"
-    )
+    assert notebook.value(
+        "type(replicated), replicated.equal(numbers), gathered.equal(numbers)"
+    ) == ("<class 'torch.Tensor'> True True")
     assert notebook.value("type(alone.weight) is nn.Parameter, alone.weight.grad.shape") == (
         "True torch.Size([2, 2])"
     )
@@ -87,7 +92,9 @@ mesh = dist.init_device_mesh("cuda", (2,))
 shard = distribute_tensor(torch.arange(6.), mesh, [Shard(0)])
 holder.kept, before = shard, (1, [shard])
 {"last": shard}""")
-    said = next(line for line in ran.stdout.splitlines() if line.startswith("taas: did not come back"))
+    said = next(
+        line for line in ran.stdout.splitlines() if line.startswith("taas: did not come back")
+    )
     names = said.removeprefix("taas: did not come back: ").partition(": rank 0 has only a shard")[0]
     assert {*names.split(", ")} == {"shard", "before", "the cell's last value", "holder.kept"}
     assert said.count("rank 0 has only a shard") == 1

@@ -34,7 +34,9 @@ def watches() -> bool:
 
 
 WATCHES = watches()
-watching = pytest.mark.skipif(not WATCHES, reason="the kernel is older than 6.7, or refuses userfaultfd")
+watching = pytest.mark.skipif(
+    not WATCHES, reason="the kernel is older than 6.7, or refuses userfaultfd"
+)
 
 
 class Memory:
@@ -60,7 +62,9 @@ class Memory:
 
     def advise(self, advice: int, first: int = 0, pages: int = SIZE // PAGE) -> None:
         """Call madvise(2)."""
-        done = libc.madvise(ctypes.c_void_p(self.start + first * PAGE), ctypes.c_size_t(pages * PAGE), advice)
+        done = libc.madvise(
+            ctypes.c_void_p(self.start + first * PAGE), ctypes.c_size_t(pages * PAGE), advice
+        )
         if done < 0:
             pytest.skip(f"madvise {advice}: {os.strerror(ctypes.get_errno())}")
 
@@ -76,7 +80,9 @@ class Memory:
 
 def map_anew(address: int | None, size: int, flags: int, fd: int = -1) -> int:
     """Call mmap(2)."""
-    found = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(size), 3, flags, fd, ctypes.c_long(0))
+    found = libc.mmap(
+        ctypes.c_void_p(address), ctypes.c_size_t(size), 3, flags, fd, ctypes.c_long(0)
+    )
     assert found != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
     return int(found)
 

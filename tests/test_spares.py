@@ -67,16 +67,22 @@ def states(folder: Path) -> tuple[set[int], list[object]]:
     return {pid for pid, _ in both}, [state for _, state in both]
 
 
-def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(notebook: Notebook, folder: Path) -> None:
+def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(
+    notebook: Notebook, folder: Path
+) -> None:
     """Environment, paths, signals, names, random numbers and descriptors are those of a rank forked for its run."""
-    seeds = "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(4); torch.manual_seed(5);"
+    seeds = (
+        "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(4); torch.manual_seed(5);"
+    )
     spares = run_and_wait(notebook)
     notebook.good(seeds)
     notebook.good("#pragma taas --gpus 2 --return none\n" + STATE)
     pids, of_spares = states(folder)
     assert pids == spares
     unfit = run_and_wait(notebook)
-    notebook.good(seeds + "\nimport os; os.environ['EXTRA'] = '1'")  # another environment: none of these fits
+    notebook.good(
+        seeds + "\nimport os; os.environ['EXTRA'] = '1'"
+    )  # another environment: none of these fits
     notebook.good("#pragma taas --gpus 2 --return none\n" + STATE)
     fresh, of_fresh = states(folder)
     assert not fresh & (spares | unfit)
@@ -113,9 +119,7 @@ READ_AT_IMPORT = {
 def test_settings_of_compilers_hold_in_ranks(notebook: Notebook) -> None:
     """Variables that torch's compiler reads at import have effect in ranks, and none when they are gone."""
     sets = "\n".join(f"os.environ[{name!r}] = '1'" for name in READ_AT_IMPORT)
-    seen = (
-        f"#pragma taas --gpus 2\nimport torch._inductor.config\nprint(({', '.join(READ_AT_IMPORT.values())}))"
-    )
+    seen = f"#pragma taas --gpus 2\nimport torch._inductor.config\nprint(({', '.join(READ_AT_IMPORT.values())}))"
     notebook.good(f"import os\n{sets}")
     assert notebook.good(seen).own == "(True, True, True, True)\n"
     notebook.good(f"for name in {[*READ_AT_IMPORT]}: del os.environ[name]")

@@ -77,13 +77,17 @@ def test_a_cell_that_loads_taas_itself_is_told(tmp_path: Path, load: str) -> Non
     """Its header is a comment the first time, and it is told so; then it runs."""
     book = Notebook(tmp_path)
     try:
-        ran = book.run(f"#pragma taas --gpus 2\n{load}\nimport os\nprint(os.environ.get('WORLD_SIZE'))")
+        ran = book.run(
+            f"#pragma taas --gpus 2\n{load}\nimport os\nprint(os.environ.get('WORLD_SIZE'))"
+        )
         [said] = [line for line in ran.stderr.splitlines() if "too late" in line]
         assert f"{load} came too late for the header of its own cell" in said
         assert "so run this cell again" in said
         assert (ran.status, ran.own) == ("ok", "None\n")
         assert (
-            book.good(f"#pragma taas --gpus 2\n{load}\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own
+            book.good(
+                f"#pragma taas --gpus 2\n{load}\nimport os\nprint(os.environ.get('WORLD_SIZE'))"
+            ).own
             == "2\n"
         )
         assert book.good("%reload_ext taas").stderr == ""

@@ -110,7 +110,10 @@ def test_the_time_that_is_left(make: Make, who: str) -> None:
 
 def test_a_row_for_each_rank(make: Make) -> None:
     """What it uses and what it said last; the row opens more of that, and the rows the line. The front end gets them escaped."""
-    use = (RankUse(0, "running", 95, 2 << 30, 60, 8 << 30), RankUse(1, "stopped", 0, 1 << 30, 0, 8 << 30))
+    use = (
+        RankUse(0, "running", 95, 2 << 30, 60, 8 << 30),
+        RankUse(1, "stopped", 0, 1 << 30, 0, 8 << 30),
+    )
     cell = Cell("", 7, RunSpec(ranks_per_vm=2), "nocolor")
     record = make(state="running", cell=cell, use=use)
     prints(record, "<first>\n\x1b[31mlast\x1b[0m\n", 1)
@@ -130,7 +133,9 @@ ODD = {
     "asks": {"questions": (Asking(7, 1, "name? "),)},
     "stopped": {"state": "stopped"},
     "ended before the others": {"state": "done"},
-    "stands elsewhere": {"trouble": Trouble("rank 7 is not there", (StackGroup((7,), "line 3", odd=True),))},
+    "stands elsewhere": {
+        "trouble": Trouble("rank 7 is not there", (StackGroup((7,), "line 3", odd=True),))
+    },
     "is shown": {"output": (7,)},
 }
 
@@ -218,7 +223,9 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     assert record.id == run.id
     assert "on another, and cannot be seen from this machine" in record.message
     path = write_connection(
-        Connection(endpoint="", server_key="", public_key="", secret_key="", supervisor=there, kernel=there)
+        Connection(
+            endpoint="", server_key="", public_key="", secret_key="", supervisor=there, kernel=there
+        )
     )
     assert all_connections() == []
     assert path.exists()
@@ -247,7 +254,9 @@ def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> Non
     )
     notebook.wait_for("x\n")
     deadline = time.monotonic() + 120
-    while not any("calm running" in update["data"]["text/plain"] for update in notebook._ran.updates):
+    while not any(
+        "calm running" in update["data"]["text/plain"] for update in notebook._ran.updates
+    ):
         assert not notebook._next(deadline), notebook._ran
     (notebook.folder / "seen").touch()
     ran = notebook.end()

@@ -66,7 +66,10 @@ def test_the_verbs_are_these() -> None:
         ("frobnicate", "allowed is status, logs"),
         ("logs --rnk 3", "no option --rnk: did you mean --rank?"),
         ("logs --rank", "--rank has no value"),
-        ("status now", "now is no option: leave it out, or put a value in quotes; allowed is --json"),
+        (
+            "status now",
+            "now is no option: leave it out, or put a value in quotes; allowed is --json",
+        ),
         ("release -9", "no option -9: leave it out; allowed is none"),
         ("engine nebula", "type local; allowed is local, ray and its address, or slurm"),
         ("engine slrum", "type slurm; allowed is local"),
@@ -116,8 +119,13 @@ def test_the_notebook_teaches(notebook: Notebook) -> None:
     """``%taas?`` shows the table, ``%%taas?`` the options."""
     reply = notebook._client.inspect("%taas", reply=True, timeout=30)
     assert "stacks [RUN]" in reply["content"]["data"]["text/plain"]
-    assert "--hang-timeout S" in notebook.good("print(get_ipython().object_inspect_text('%%taas'))").stdout
-    assert "did you mean %taas status?" in notebook.run("%taas stauts").stderr + notebook._ran.evalue
+    assert (
+        "--hang-timeout S"
+        in notebook.good("print(get_ipython().object_inspect_text('%%taas'))").stdout
+    )
+    assert (
+        "did you mean %taas status?" in notebook.run("%taas stauts").stderr + notebook._ran.evalue
+    )
 
 
 def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
@@ -181,7 +189,9 @@ def test_release_gives_warm_machines_back(notebook: Notebook) -> None:
 def test_types_are_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``types`` names each instance type with its GPUs, those of ``taas.toml``, too."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "taas.toml").write_text('[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\n')
+    (tmp_path / "taas.toml").write_text(
+        '[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\n'
+    )
     rows = [line.split() for line in terminal("types").stdout.splitlines()]
     assert ["#!g2.8", "8", "A100", "224", "8,", "16,", "32"] in rows
     assert ["#!g1.1", "1", "V100", "8", "1,", "2,", "4"] in rows
@@ -189,7 +199,9 @@ def test_types_are_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rows[-1] == ["#!x1.2", "2", "L40S", "16", "2,", "4,", "8"]
 
 
-def test_the_settings_say_where_they_were_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_say_where_they_were_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By default, by the user's file or by the project's, which wins; and how a header sets them for one cell."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -201,7 +213,11 @@ def test_the_settings_say_where_they_were_set(tmp_path: Path, monkeypatch: pytes
         (tmp_path / folder / "taas.toml").write_text(f"[run]\n{said}\n")
     rows = [re.split("  +", line) for line in terminal("config").stdout.splitlines()]
     assert ["run.hang_timeout = 300.0", str(tmp_path / "taas.toml"), "--hang-timeout"] in rows
-    assert ["run.max_restarts = 1", str(tmp_path / "config/taas/taas.toml"), "--max-restarts"] in rows
+    assert [
+        "run.max_restarts = 1",
+        str(tmp_path / "config/taas/taas.toml"),
+        "--max-restarts",
+    ] in rows
     assert ['storage.rank_writes = "discard"', "default", "--rank-writes"] in rows
     assert ["keep.idle = 1800.0", "default"] in rows
 

@@ -31,9 +31,9 @@ class Subshell:
         self._book, self._client = book, book._client
         message = self._client.session.msg("create_subshell_request", {})
         self._client.control_channel.send(message)
-        while (reply := self._client.get_control_msg(timeout=60))["parent_header"].get("msg_id") != message[
+        while (reply := self._client.get_control_msg(timeout=60))["parent_header"].get(
             "msg_id"
-        ]:
+        ) != message["msg_id"]:
             pass
         self._id = reply["content"]["subshell_id"]
 
@@ -66,7 +66,9 @@ def test_a_console_beside_a_headed_cell(notebook: Notebook) -> None:
     notebook.start(CELL)
     notebook.wait_for("there")
     moved = {"method": "update", "state": {"value": 7}, "buffer_paths": []}
-    console.send("comm_msg", {"comm_id": console.run("print(slider.comm.comm_id)").strip(), "data": moved})
+    console.send(
+        "comm_msg", {"comm_id": console.run("print(slider.comm.comm_id)").strip(), "data": moved}
+    )
     assert "beside  running  2 ranks" in console.run("%taas status")
     assert "ranks 0–1: cell line 7" in console.run("%taas stacks")
     assert "beside stopped after" in console.run("%taas stop")

@@ -33,7 +33,9 @@ UNDER_WAY = [
 def test_a_widget_bar_is_text_where_nobody_is_shown_it(notebook: Notebook) -> None:
     """``tqdm.auto`` has a widget's class in the notebook and in rank 0, and another one in the other ranks, where it goes on."""
     pytest.importorskip("ipywidgets")
-    notebook.good("from tqdm.auto import tqdm\na = tqdm(total=6)\nkind = type(a).__mro__[1].__module__")
+    notebook.good(
+        "from tqdm.auto import tqdm\na = tqdm(total=6)\nkind = type(a).__mro__[1].__module__"
+    )
     cell = "a.update(); a.update(2)\nnow = a.n"
     for header in ("#pragma taas --gpus 2", "#pragma taas --gpus 2 --output none"):
         notebook.good(f"{header}\n{cell}")

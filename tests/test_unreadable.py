@@ -120,10 +120,14 @@ def test_an_agent_says_it(tmp_path: Path) -> None:
         notebook.good("#pragma taas --gpus 2\npass")
         pid = notebook.processes().supervisor[0].pid
         for kind in KINDS[:3]:
-            notebook.start("#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
+            notebook.start(
+                "#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)"
+            )
             notebook.wait_for("ready")
             (folder / "new").write_bytes(unreadable(kind, "OfJob"))
-            (folder / "new").rename(folder / "says")  # with the next that it says of what its ranks use
+            (folder / "new").rename(
+                folder / "says"
+            )  # with the next that it says of what its ranks use
             ran = notebook.end()
             (folder / "says").unlink()
             assert ran.ename == "RunLost"
@@ -144,7 +148,9 @@ def test_a_peer_of_the_delivery_says_it() -> None:
     loader = DataLoader(torch.arange(40), batch_size=2)
     with DeliveryRun({"d": loader}, ranks=2) as run:
         told, context = run.told(Peer("rank", 1)), new_context()
-        peer = make_dealer(context, told.keys.server_public, *told.keys.clients[Peer("rank", 1).holder])
+        peer = make_dealer(
+            context, told.keys.server_public, *told.keys.clients[Peer("rank", 1).holder]
+        )
         peer.identity = new_identity(Peer("rank", 1))
         events = peer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         peer.connect(told.endpoint)

@@ -17,7 +17,10 @@ class Old:
 """
 CALLS = {
     "of C, in a factory": ("torch.tensor(x, device='cuda')", "To copy construct from a tensor"),
-    "of C, in a method": ("torch.ones(2, 2).to_sparse_csr().to('cuda')", "Sparse CSR tensor support"),
+    "of C, in a method": (
+        "torch.ones(2, 2).to_sparse_csr().to('cuda')",
+        "Sparse CSR tensor support",
+    ),
     "of Python, one above": ("os.stat(Old())", "an old kind of path"),
     "of the rehearsal": ("torch.cuda.memory_allocated()", "memory figures are not rehearsed"),
 }

@@ -30,7 +30,10 @@ def models(folder: Path, *cells: str) -> tuple[list[Any], list[Any]]:
     book = executed(folder, IMPORTS, *cells)
     state = book.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
     found = [
-        (model["model_name"], re.sub(r"IPY_MODEL_\w+|\d+:\d+|[\d.]+ ?it/s", "", str(model["state"])))
+        (
+            model["model_name"],
+            re.sub(r"IPY_MODEL_\w+|\d+:\d+|[\d.]+ ?it/s", "", str(model["state"])),
+        )
         for model in state.values()
     ]
     shown = [
@@ -70,7 +73,9 @@ def test_the_notebooks_own_widgets_change(notebook: Notebook) -> None:
     )
     notebook.good(HEAD + "slider.value = 12\nbutton.description = 'changed'")
     notebook.good("slider.value += 1\nbutton.click()")
-    assert notebook.value("seen, slider.value, button.description") == "[12, 13, 'click'] 13 changed"
+    assert (
+        notebook.value("seen, slider.value, button.description") == "[12, 13, 'click'] 13 changed"
+    )
 
 
 OBSERVED = """
@@ -106,7 +111,9 @@ def test_widgets_of_the_cell_are_the_notebooks_afterwards(notebook: Notebook) ->
     )
     assert notebook.value(f"made.value, {REGISTRY}[made.model_id] is made") == "5 True"
     assert "HTML" in notebook.value(f"[type(w).__name__ for w in {REGISTRY}.values()]")
-    notebook.good("made.comm.handle_msg({'content': {'data': {'method': 'update', 'state': {'value': 8}}}})")
+    notebook.good(
+        "made.comm.handle_msg({'content': {'data': {'method': 'update', 'state': {'value': 8}}}})"
+    )
     notebook.good(HEAD + "made.value += 1\nboth = widgets.HBox([made])")
     assert notebook.value("made.value, both.children[0] is made") == "9 True"
 
@@ -122,7 +129,9 @@ def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Pa
     try:
         other.good("%load_ext taas\n%taas attach bars")
         assert (
-            other.value(f"[w.value for w in {REGISTRY}.values() if type(w).__name__ == 'FloatProgress']")
+            other.value(
+                f"[w.value for w in {REGISTRY}.values() if type(w).__name__ == 'FloatProgress']"
+            )
             == "[5.0]"
         )
     finally:

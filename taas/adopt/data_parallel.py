@@ -88,7 +88,10 @@ class Replicas:
     def _connected(self) -> ReplicaGroup:
         """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
         if self.group is None or self.group.ended:
-            self.past, self.group = self.group or self.past, ReplicaGroup(self.membership, cuda=self.cuda)
+            self.past, self.group = (
+                self.group or self.past,
+                ReplicaGroup(self.membership, cuda=self.cuda),
+            )
         return self.group
 
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
@@ -165,7 +168,9 @@ def install(membership: Membership) -> None:
     global _replicas
     replicas = _replicas = Replicas(membership)
     _change_class(nn.DataParallel, replicas)
-    module: Any = sys.modules["torch.nn.parallel.data_parallel"]  # the package's attribute is the function
+    module: Any = sys.modules[
+        "torch.nn.parallel.data_parallel"
+    ]  # the package's attribute is the function
     function = membership.in_rank(module.data_parallel, _data_parallel)
     module.data_parallel = nn.parallel.data_parallel = function
     _avoid_reentrant_checkpoints(replicas)
@@ -182,13 +187,19 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
     in_rank = replicas.membership.in_rank
 
     def init(
-        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+        self: Any,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
     ) -> None:
         nn.Module.__init__(self)
         self.module, self.dim = module, dim
         everywhere = range(replicas.membership.local_world_size)
         self.device_ids = list(everywhere if device_ids is None else device_ids)
-        self.output_device = output_device if output_device is not None else (self.device_ids or [0])[0]
+        self.output_device = (
+            output_device if output_device is not None else (self.device_ids or [0])[0]
+        )
         given = output_device is not None and replicas.cuda
         self._taas_home = torch.device(output_device) if given else None
         # One device is no parallelism: natively the module just runs there.
@@ -200,7 +211,9 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
         if getattr(self, "_taas_whole", False):
             return self.module(*inputs, **kwargs)
         if own := [
-            name for name in OVERRIDABLE if getattr(type(self), name) is not getattr(nn.DataParallel, name)
+            name
+            for name in OVERRIDABLE
+            if getattr(type(self), name) is not getattr(nn.DataParallel, name)
         ]:
             raise CannotAdopt(
                 f"{type(self).__name__} changes {', '.join(own)} of nn.DataParallel, which ranks would not follow. Use "
@@ -217,7 +230,11 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
 
 
 def _data_parallel(
-    module: nn.Module, inputs: Any, *how: Any, module_kwargs: dict[str, Any] | None = None, **named: Any
+    module: nn.Module,
+    inputs: Any,
+    *how: Any,
+    module_kwargs: dict[str, Any] | None = None,
+    **named: Any,
 ) -> Any:
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return nn.DataParallel(module, *how, **named)(*args, **(module_kwargs or {}))
@@ -235,7 +252,9 @@ def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         if not replicas.inside:
             return native(function, preserve_rng_state, *args)
-        return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        return module.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
 
     module.CheckpointFunction.apply = staticmethod(apply)
 
@@ -282,16 +301,22 @@ class ReplicaPass:
         # Replica 0 alone works on the module's own buffers; what a forward pass puts in their place is lost, as in DataParallel.
         buffers = dict(self._module.named_buffers())
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        weights |= {n: buffer.clone() for n, buffer in buffers.items()} if self._group.rank else buffers
+        weights |= (
+            {n: buffer.clone() for n, buffer in buffers.items()} if self._group.rank else buffers
+        )
         try:
             self._output = torch.func.functional_call(self._module, weights, own_args, own_kwargs)
-            for strange in (leaf for leaf in leaves(self._output) if not isinstance(leaf, Tensor | None)):
+            for strange in (
+                leaf for leaf in leaves(self._output) if not isinstance(leaf, Tensor | None)
+            ):
                 raise CannotAdopt(
                     f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
                     "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
                 )
             self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
-        except Exception as error:  # every rank must hear of it, or the others would wait in the exchange
+        except (
+            Exception
+        ) as error:  # every rank must hear of it, or the others would wait in the exchange
             self._error, self._failure = error, (type(error).__name__, text_of(error))
         # Batch norm's kernels update running statistics without a new version, so while training small buffers count as
         # changed; a large one (a mask, a table of positions) is no statistic.
@@ -304,7 +329,11 @@ class ReplicaPass:
 
     def _enter(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Bring batch and parameters across; returns the replica's inputs, and its parameters that have gradients, by name."""
-        tensors, ways, mine = tensors_of(self._batch), self._ways, 0 if self._idle else self._group.rank
+        tensors, ways, mine = (
+            tensors_of(self._batch),
+            self._ways,
+            0 if self._idle else self._group.rank,
+        )
         # Copies: a module that changes its input in place would change the batch, differently on each rank.
         slices = [
             (tensor if way is None else way.of(tensor, mine))
@@ -313,11 +342,17 @@ class ReplicaPass:
             for tensor, way in zip(tensors, ways, strict=True)
         ]
         named = {n: p for n, p in self._module.named_parameters() if p.requires_grad and self._grad}
-        tracked = [index for index, tensor in enumerate(tensors) if tensor.requires_grad and self._grad]
+        tracked = [
+            index for index, tensor in enumerate(tensors) if tensor.requires_grad and self._grad
+        ]
         if not named and not tracked:
             return slices, {}
-        crossing = Crossing(self._group, (*(ways[i] for i in tracked), *(None for _ in named)), self._device)
-        self._token, *inner = Inward.apply(crossing, *(tensors[i] for i in tracked), *named.values())
+        crossing = Crossing(
+            self._group, (*(ways[i] for i in tracked), *(None for _ in named)), self._device
+        )
+        self._token, *inner = Inward.apply(
+            crossing, *(tensors[i] for i in tracked), *named.values()
+        )
         for index in tracked:
             part = inner.pop(0)
             slices[index] = slices[index].requires_grad_() if self._idle else part
@@ -347,7 +382,9 @@ class ReplicaPass:
             # That rank raises the error itself, with its traceback; it goes first.
             threading.Event().wait(GRACE_SECONDS)
             name, text = failures[failed[0]]
-            raise _error_class(name)(f"Caught {name} in replica {failed[0]} of nn.DataParallel: {text}")
+            raise _error_class(name)(
+                f"Caught {name} in replica {failed[0]} of nn.DataParallel: {text}"
+            )
         if buffers[0]:
             mine = dict(self._module.named_buffers())
             self._group.take_from_rank_0([mine[name] for name in buffers[0]])
@@ -362,9 +399,16 @@ class ReplicaPass:
             )
         every = list(zip(*described, strict=True))
         ways = [self._way([shape for shape, _ in outputs]) for outputs in every]
-        rows = [self._rows(tensor, way) for tensor, way in zip(tensors_of(self._output), ways, strict=True)]
-        tracked = [i for i, outputs in enumerate(every) if self._grad and any(grad for _, grad in outputs)]
-        crossed = self._crossed([ways[i] for i in tracked], [rows[i] for i in tracked]) if tracked else ()
+        rows = [
+            self._rows(tensor, way)
+            for tensor, way in zip(tensors_of(self._output), ways, strict=True)
+        ]
+        tracked = [
+            i for i, outputs in enumerate(every) if self._grad and any(grad for _, grad in outputs)
+        ]
+        crossed = (
+            self._crossed([ways[i] for i in tracked], [rows[i] for i in tracked]) if tracked else ()
+        )
         joined = dict(zip(tracked, crossed, strict=True))
         results = (
             joined[index] if index in joined else self._group.gather(tensor, way)
@@ -398,7 +442,9 @@ def _described(batch: Any) -> tuple[str, int]:
     number = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors], plain)).encode())
     for part in [_some(t.detach()) for t in tensors if t.layout == torch.strided]:
         number = zlib.crc32(part.cpu().numpy().data, number)
-    return ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors) or "no tensor", number
+    return ", ".join(
+        "x".join(map(str, t.shape)) or "scalar" for t in tensors
+    ) or "no tensor", number
 
 
 def _some(tensor: Tensor) -> Tensor:

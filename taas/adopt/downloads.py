@@ -40,8 +40,12 @@ def install(membership: Membership) -> None:
     hub = sys.modules["torch.hub"]
     _adopt_functions(hub, ("download_url_to_file",), turns)
     _adopt_repositories(hub, turns)
-    after_import("torchvision.datasets.utils", lambda module: _adopt_functions(module, TO_FOLDER, turns))
-    after_import("torchvision.datasets.vision", lambda module: _adopt_datasets(module.VisionDataset, turns))
+    after_import(
+        "torchvision.datasets.utils", lambda module: _adopt_functions(module, TO_FOLDER, turns)
+    )
+    after_import(
+        "torchvision.datasets.vision", lambda module: _adopt_datasets(module.VisionDataset, turns)
+    )
 
 
 def _adopt_functions(module: ModuleType, names: Iterable[str], turns: Turns) -> None:
@@ -97,8 +101,14 @@ def _adopt_dataset(cls: Any, turns: Turns) -> None:
         if not given["download"]:
             native(*args, **kwargs)
             return
-        plain = {name: value for name, value in given.items() if isinstance(value, (bool, int, str, Path))}
-        with turns.take(Path(given.get("root") or ".").expanduser(), f"{cls.__qualname__}({plain})"):
+        plain = {
+            name: value
+            for name, value in given.items()
+            if isinstance(value, (bool, int, str, Path))
+        }
+        with turns.take(
+            Path(given.get("root") or ".").expanduser(), f"{cls.__qualname__}({plain})"
+        ):
             native(*args, **kwargs)
 
     cls.__init__ = turns.membership.in_rank(native, init)

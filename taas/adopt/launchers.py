@@ -35,11 +35,20 @@ from taas.errors import CannotAdopt
 from taas.import_hooks import after_import
 from taas.wording import text_of
 
-spawn_module: Any = sys.modules["torch.multiprocessing.spawn"]  # the package's attribute is the function
+spawn_module: Any = sys.modules[
+    "torch.multiprocessing.spawn"
+]  # the package's attribute is the function
 
 GRACE_SECONDS = 5.0
 ENDED = "all-ended"
-TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 FORKING_LIGHTNING = (
     "lightning.pytorch.strategies.launchers.multiprocessing",
     "lightning.fabric.strategies.launchers.multiprocessing",
@@ -55,12 +64,19 @@ def install(membership: Membership, rendezvous: Rendezvous) -> None:
     after_import("rich.live", _adopt_rich)
     if membership.world_size == 1:
         return
-    after_import("torch.distributed.launcher.api", lambda module: _refuse_elastic(module, membership))
+    after_import(
+        "torch.distributed.launcher.api", lambda module: _refuse_elastic(module, membership)
+    )
     for name in FORKING_LIGHTNING:
         after_import(name, lambda module: _adopt_lightning(module, membership))
-    after_import("accelerate.launchers", lambda module: _adopt_accelerate(module, membership, adopter))
+    after_import(
+        "accelerate.launchers", lambda module: _adopt_accelerate(module, membership, adopter)
+    )
     if membership.nodes > 1:
-        for variable in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES"):  # Trainer and Fabric take them as defaults
+        for variable in (
+            "PL_TRAINER_NUM_NODES",
+            "LT_NUM_NODES",
+        ):  # Trainer and Fabric take them as defaults
             os.environ.setdefault(variable, str(membership.nodes))
 
 
@@ -107,7 +123,9 @@ def _adopt_accelerate(module: Any, membership: Membership, adopter: Adopter) -> 
         os.environ["ACCELERATE_MIXED_PRECISION"] = str(given["mixed_precision"]).lower()
         asked, function = given["num_processes"], given["function"]
         processes = membership.local_world_size if asked is None else asked
-        adopter.run("notebook_launcher", processes, lambda _: function(*given["args"]), given["args"])
+        adopter.run(
+            "notebook_launcher", processes, lambda _: function(*given["args"]), given["args"]
+        )
 
     module.notebook_launcher = membership.in_rank(native, launch)
 
@@ -120,7 +138,9 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
         strategy = self._strategy
         kwargs.pop("trainer", None)
         nodes = getattr(strategy, "num_nodes", membership.nodes)
-        strategy.cluster_environment.validate_settings(num_devices=strategy.num_processes, num_nodes=nodes)
+        strategy.cluster_environment.validate_settings(
+            num_devices=strategy.num_processes, num_nodes=nodes
+        )
         return function(*args, **kwargs)
 
     launcher.launch = membership.in_rank(native, launch)
@@ -134,7 +154,9 @@ class Adopter:
         self.rendezvous = rendezvous
         self._inside = ""
 
-    def run(self, what: str, processes: int, body: Callable[[int], object], args: Sequence[Any]) -> None:
+    def run(
+        self, what: str, processes: int, body: Callable[[int], object], args: Sequence[Any]
+    ) -> None:
         """Call ``body(local_rank)`` in the first ``processes`` ranks of each VM; return when all have ended.
 
         ``what`` is the launcher's name, for messages; ``args`` are what the body gets besides.
@@ -151,7 +173,9 @@ class Adopter:
                 with self._as_process_of(what, processes):
                     body(self.membership.local_rank)
             except BaseException as error:
-                store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {text_of(error)}"[:2000])
+                store.set(
+                    ENDED, f"{self.membership.rank} {type(error).__name__}: {text_of(error)}"[:2000]
+                )
                 raise
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
@@ -163,7 +187,9 @@ class Adopter:
             # error. It is raised for a program that caught that one.
             threading.Event().wait(GRACE_SECONDS)
             rank, _, text = failure.partition(" ")
-            raise ProcessRaisedException(f"rank {rank} failed in {what}: {text}", int(rank), os.getpid())
+            raise ProcessRaisedException(
+                f"rank {rank} failed in {what}: {text}", int(rank), os.getpid()
+            )
         if not had_group:  # a group made in a process goes with it
             close_default_group()
 

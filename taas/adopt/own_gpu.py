@@ -75,7 +75,11 @@ def with_contexts() -> list[int]:
     """Return the devices on which this process has a context: asking anything of another one would make one there."""
     if _own is None or not torch.cuda.is_initialized():
         return []
-    return [number for number in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(number)]
+    return [
+        number
+        for number in range(torch.cuda.device_count())
+        if torch._C._cuda_hasPrimaryContext(number)
+    ]
 
 
 @contextlib.contextmanager

@@ -145,7 +145,9 @@ class Membership:
             self._client = TCPStore(
                 self.address.host, self.address.port, is_master=False, timeout=CONNECT_TIMEOUT
             )
-        return PrefixStore(f"taas/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{prefix}", self._client)
+        return PrefixStore(
+            f"taas/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{prefix}", self._client
+        )
 
     def _file(self, prefix: str) -> Path:
         return Path(self.address.folder, quote(prefix, safe=""))
@@ -245,7 +247,9 @@ class Rendezvous:
         self._parted = name
         if alone:
             return
-        with contextlib.suppress(dist.DistError):  # the store is gone, and so is whoever could be waited for
+        with contextlib.suppress(
+            dist.DistError
+        ):  # the store is gone, and so is whoever could be waited for
             store = self.membership.store(name)
             if store.add("parting", 1) == size:
                 store.set("parted", "")
@@ -270,7 +274,9 @@ class Rendezvous:
         if backends == {""}:
             return
         if "" in backends:
-            me.tell("the process group is gone, for not every rank had one when the last cell ended")
+            me.tell(
+                "the process group is gone, for not every rank had one when the last cell ended"
+            )
             return
         dist.init_process_group(backend, **self._asked_for)
         me.tell(
@@ -323,14 +329,18 @@ def install(membership: Membership) -> Rendezvous:
     for scheme in SCHEMES:
         handlers[scheme] = _handler(rendezvous, handlers[scheme])
     rewrite_calls(dist, "init_process_group", rendezvous.note)
-    rewrite_calls(dist, "destroy_process_group", lambda arguments: rendezvous.leave(arguments.get("group")))
+    rewrite_calls(
+        dist, "destroy_process_group", lambda arguments: rendezvous.leave(arguments.get("group"))
+    )
     if membership.nodes > 1:
         _number_samplers_through(rendezvous)
     return rendezvous
 
 
 def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
-    def handler(url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Iterator[Meeting]:
+    def handler(
+        url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any
+    ) -> Iterator[Meeting]:
         if rendezvous.membership.active:
             yield rendezvous.meet(url)
         else:
@@ -365,7 +375,12 @@ def _number_samplers_through(rendezvous: Rendezvous) -> None:
     native = DistributedSampler.__init__
 
     def init(
-        self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *args: Any, **kwargs: Any
+        self: Any,
+        dataset: Any,
+        num_replicas: Any = None,
+        rank: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         me = rendezvous.membership
         numbered_through = rendezvous.translated and me.active and dist.is_initialized()

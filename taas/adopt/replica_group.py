@@ -89,7 +89,10 @@ class ReplicaGroup:
         """
         self._exchanges += 1
         # a seal holds for nothing else than one rank's message of this exchange
-        key, title = self._membership.address.secret, f"{self._name}: exchange {self._exchanges}, replica "
+        key, title = (
+            self._membership.address.secret,
+            f"{self._name}: exchange {self._exchanges}, replica ",
+        )
         pickled = pickle.dumps(message, protocol=5)
         sealed = seal(key, f"{title}{self.rank}".encode(), pickled) + pickled
         mine = len(sealed).to_bytes(LENGTH_BYTES, "little") + sealed
@@ -111,7 +114,9 @@ class ReplicaGroup:
 
     def _all_bytes(self, content: bytes, width: int) -> list[bytes]:
         # On the CPU, whatever default device the program has set.
-        mine = torch.from_numpy(np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8))
+        mine = torch.from_numpy(
+            np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8)
+        )
         every = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
         self._carried = [every, mine]
         self._group._allgather_base(every, mine).wait()
@@ -151,7 +156,9 @@ class ReplicaGroup:
                     self._carried = [_bytes(flat)]
                     dist.broadcast(self._carried[0], 0, group=self._group)
                 if self.rank:
-                    for part, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                    for part, value in zip(
+                        bucket, _unflatten_dense_tensors(flat, bucket), strict=True
+                    ):
                         part.copy_(value)
 
     def close(self) -> None:
@@ -262,7 +269,9 @@ class Inward(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         # Token and gradient: for second derivatives, too, a rank without samples has no other edge to this node.
         outer_grads = Outward.apply(ctx.crossing, token + token_grad, *inner_grads)
-        return None, *(grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True))
+        return None, *(
+            grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True)
+        )
 
 
 class Outward(torch.autograd.Function):
@@ -274,7 +283,9 @@ class Outward(torch.autograd.Function):
         ctx.crossing, group = crossing, crossing.group
         ways = list(zip(inner, crossing.ways, strict=True))
         totals = iter(group.sum([tensor for tensor, way in ways if way is None]))
-        return tuple(next(totals) if way is None else group.gather(tensor, way) for tensor, way in ways)
+        return tuple(
+            next(totals) if way is None else group.gather(tensor, way) for tensor, way in ways
+        )
 
     @staticmethod
     def backward(ctx: Any, *outer_grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -140,7 +140,10 @@ def _waited_for_by_epoll() -> set[int]:
     found: set[int] = set()
     for entry in Path("/proc/self/fdinfo").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            found |= {int(number) for number in re.findall(r"^tfd:\s*(\d+)", entry.read_text(), re.MULTILINE)}
+            found |= {
+                int(number)
+                for number in re.findall(r"^tfd:\s*(\d+)", entry.read_text(), re.MULTILINE)
+            }
     return found
 
 
@@ -180,7 +183,9 @@ def register_backends() -> None:
     environment says which NCCL it wants, it gets that.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
-    if register is None:  # before torch 2.13 the names need none, and "nccl" is the one that can be aborted
+    if (
+        register is None
+    ):  # before torch 2.13 the names need none, and "nccl" is the one that can be aborted
         return
     chosen_before = os.environ.get(_CHOICE_OF_NCCL)
     os.environ.setdefault(_CHOICE_OF_NCCL, "0")
@@ -200,7 +205,9 @@ def nccl_backends() -> list[Any]:
         with contextlib.suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(torch.device("cuda")))
     bare = [getattr(backend, "wrapped_pg", backend) for backend in found]
-    return [*{id(backend): backend for backend in bare if "NCCL" in type(backend).__name__}.values()]
+    return [
+        *{id(backend): backend for backend in bare if "NCCL" in type(backend).__name__}.values()
+    ]
 
 
 def waits_on_gpus() -> bool:
@@ -243,7 +250,9 @@ def gpu_is_busy() -> bool:
     """
     try:
         with own_gpu.current():
-            return any(not torch.cuda.default_stream(number).query() for number in own_gpu.with_contexts())
+            return any(
+                not torch.cuda.default_stream(number).query() for number in own_gpu.with_contexts()
+            )
     except RuntimeError:  # it has failed
         return True
 
@@ -293,12 +302,16 @@ def is_in_a_collective(thread: int) -> bool:
 def pending_collective() -> str:
     """Return this rank's oldest collective that has begun and not ended, in words; empty where none is known. For any thread."""
     recorder: Any = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(recorder, "_dump_nccl_trace_json" if waits_on_gpus() else "_dump_fr_trace_json", None)
+    dump = getattr(
+        recorder, "_dump_nccl_trace_json" if waits_on_gpus() else "_dump_fr_trace_json", None
+    )
     if dump is None:
         return ""
     try:
         entries = json.loads(dump(onlyActive=True)).get("entries", ())
-        active = (entry for entry in entries if not entry["retired"] and entry["state"] != "completed")
+        active = (
+            entry for entry in entries if not entry["retired"] and entry["state"] != "completed"
+        )
         return next((_in_words(entry) for entry in active), "")
     except Exception:  # nothing is promised of its form
         return ""

@@ -140,7 +140,9 @@ class Forkserver:
                 with contextlib.suppress(PermissionError, ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
 
-    def fit(self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False) -> bool:
+    def fit(
+        self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False
+    ) -> bool:
         """Make sure that it runs with the notebook's environment, and GPUs or none.
 
         A restart costs the import of torch, some seconds; it happens only after such a change, and before the

@@ -64,7 +64,8 @@ class GpuWatch:
             return
         try:
             handles = [
-                [_handle(nvml, gpu.name, gpu.device) for gpu in self._of(names)] for names in self._gpus
+                [_handle(nvml, gpu.name, gpu.device) for gpu in self._of(names)]
+                for names in self._gpus
             ]
             while not self._over.is_set():
                 self._found = tuple(

@@ -132,7 +132,9 @@ class Job:
             logger.info("job %d of %s has the processes %s", order.job, order.run, pids)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             logger.exception("job %d could not begin", self._order.job)
-            killed = not self._agent.forkserver.outlived(untold=isinstance(error, (EOFError, OSError)))
+            killed = not self._agent.forkserver.outlived(
+                untold=isinstance(error, (EOFError, OSError))
+            )
             why = ": ".join(filter(None, (type(error).__name__, str(error), no_room(error))))
             self.fail(WITH_FORKSERVER if killed else why)
         for process in self.processes:
@@ -154,13 +156,17 @@ class Job:
     def _gone(self, process: ForkedProcess) -> None:
         self._agent.off(process.sentinel)
         process.gone = True
-        logger.info("process %d of job %d is gone: %s", process.pid, self._order.job, process.exitcode)
+        logger.info(
+            "process %d of job %d is gone: %s", process.pid, self._order.job, process.exitcode
+        )
         self._process_gone(process)
 
     @property
     def ended(self) -> bool:
         """Whether no process of it is left, and none will be forked."""
-        return (self.begun or self._how is not None) and all(process.gone for process in self.processes)
+        return (self.begun or self._how is not None) and all(
+            process.gone for process in self.processes
+        )
 
     def step(self) -> None:
         """Do what is due."""
@@ -220,7 +226,9 @@ class DataJob(Job):
 
 
 def _be_data_process(order: DataOrder, staged: Staged) -> None:
-    from threadpoolctl import threadpool_limits  # as all that a data process needs and an agent does not
+    from threadpoolctl import (
+        threadpool_limits,
+    )  # as all that a data process needs and an agent does not
 
     from taas import project_sync
     from taas.project_sync import late_files
@@ -231,7 +239,9 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     os.environ.clear()
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
-    project = project_sync.entered(staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n"))
+    project = project_sync.entered(
+        staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n")
+    )
     late_files.use(staged.late, staged.project, staged.replica)
     os.chdir(project)
     sys.path[:0] = [] if project in sys.path else [project]

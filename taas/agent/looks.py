@@ -58,7 +58,8 @@ def main_frames(dump: str, preface: Preface) -> tuple[Frame, ...] | None:
             end = starts[number + 1].start() if number + 1 < len(starts) else len(dump)
             found = _FRAME.findall(dump, start.end(), end)
             return tuple(
-                Frame(file, int(line), function, _cell(file, preface)) for file, line, function in found
+                Frame(file, int(line), function, _cell(file, preface))
+                for file, line, function in found
             )
     return None
 
@@ -179,12 +180,20 @@ class RankUsage:
 def _use(rank: Rank, on_gpu: GpuUse) -> RankUse:
     if rank.ended is not None:
         return RankUse(rank.number, rank.ended.outcome)
-    state, share, nbytes, process = "running" if rank.started else "starting", 0.0, 0, rank.process.recorded
+    state, share, nbytes, process = (
+        "running" if rank.started else "starting",
+        0.0,
+        0,
+        rank.process.recorded,
+    )
     with contextlib.suppress(psutil.NoSuchProcess):
         if process is not None:
             if process.status() == psutil.STATUS_STOPPED:
                 state = "stopped"
-            share, memory = process.cpu_percent(), process.memory_info()  # of the time since the last look
+            share, memory = (
+                process.cpu_percent(),
+                process.memory_info(),
+            )  # of the time since the last look
             nbytes = (memory.rss - memory.shared) >> 20 << 20
     gpu = None if on_gpu.percent is None else _rounded(on_gpu.percent)
     return RankUse(rank.number, state, _rounded(share), nbytes, gpu, on_gpu.nbytes >> 20 << 20)

@@ -47,7 +47,9 @@ class Agent:
 
     def __init__(self, config: AgentConfig) -> None:
         self._context = zmq.Context()
-        self._socket = make_dealer(self._context, config.server_key, config.public_key, config.secret_key)
+        self._socket = make_dealer(
+            self._context, config.server_key, config.public_key, config.secret_key
+        )
         if config.remote:
             set_heartbeat(self._socket)
         self._sources = PollLoop()

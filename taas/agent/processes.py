@@ -131,7 +131,9 @@ class RankProcess(ForkedProcess):
         self.send(NOTICE)
         self.tell(pack(RankRequest(what="notice", ignored=ignored)))
         for program in self._programs():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # by sudo: another user's
+            with contextlib.suppress(
+                psutil.NoSuchProcess, psutil.AccessDenied
+            ):  # by sudo: another user's
                 program.send_signal(signal.SIGINT)
 
     def _ignores(self, number: signal.Signals) -> bool:
@@ -154,7 +156,9 @@ class RankProcess(ForkedProcess):
         with contextlib.suppress(psutil.NoSuchProcess):
             own = self.recorded.cmdline()  # a child that is merely forked has it, too
             for child in self.recorded.children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
+                with contextlib.suppress(
+                    psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied
+                ):
                     command = child.cmdline()
                     of_python = command == own or any("multiprocessing" in word for word in command)
                     if os.getpgid(child.pid) == self.pid and not of_python:
@@ -249,7 +253,9 @@ def sweep_orphans(own: Collection[int | None]) -> None:
 
 def orphans(own: Collection[int | None]) -> list[psutil.Process]:
     """Return this process's children but those in ``own``; those that have ended by themselves are buried."""
-    return [child for child in psutil.Process().children() if child.pid not in own and not _ended(child)]
+    return [
+        child for child in psutil.Process().children() if child.pid not in own and not _ended(child)
+    ]
 
 
 def _ended(child: psutil.Process) -> bool:

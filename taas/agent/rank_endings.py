@@ -164,7 +164,10 @@ class Ending:
             if rank.ended is None:
                 seen = _linux.process(rank.process.pid)
                 rank.asleep = (
-                    rank.started and rank.signalled is not None and seen is not None and seen.state == "S"
+                    rank.started
+                    and rank.signalled is not None
+                    and seen is not None
+                    and seen.state == "S"
                 )
                 rank.send(signal.SIGTERM)
         elif now >= rank.out_of_time + deadlines.TERM_TO_KILL:

@@ -86,7 +86,11 @@ class RankJob(Job):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if agent.config.remote:
             changes = ProjectChanges(
-                self._order.workspace.project, work, staged, self._staging.project, lambda: self.ended
+                self._order.workspace.project,
+                work,
+                staged,
+                self._staging.project,
+                lambda: self.ended,
             )
             self.sender.add(changes.chunks())
             for number, folder in folders.items():
@@ -108,7 +112,9 @@ class RankJob(Job):
         wanted = self._work.store
         if wanted.port:
             return wanted
-        self._store = RunStore(wanted, self._work.cell.spec.world_size, Path(self._agent.config.scratch))
+        self._store = RunStore(
+            wanted, self._work.cell.spec.world_size, Path(self._agent.config.scratch)
+        )
         self._say(self._store.address)
         return self._store.address
 
@@ -120,7 +126,9 @@ class RankJob(Job):
             case LookAtRanks():
                 orphans((self._agent.forkserver.pid,))  # buries them: a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
-                self._look = Look(processes, self._folder, message)  # in place of one that is on its way
+                self._look = Look(
+                    processes, self._folder, message
+                )  # in place of one that is on its way
                 self._step_look()
             case Answer():
                 for rank in self.ranks:
@@ -162,7 +170,9 @@ class RankJob(Job):
                 said = msgspec.structs.replace(said, answer=None)
                 self.fail(f"the names that the run made could not be taken: {error}")
         rank.ended, rank.ended_at = said, time.monotonic()
-        if not self._work.cell.spec.keep or rank.packing:  # then it is the last word of one that is stuck
+        if (
+            not self._work.cell.spec.keep or rank.packing
+        ):  # then it is the last word of one that is stuck
             rank.leave()
         elif said.answer is not None:
             rank.tell(RankRequest(what="taken"))
@@ -193,7 +203,9 @@ class RankJob(Job):
         return super().ended or (bool(self.ranks) and all(rank.kept for rank in self.ranks))
 
     def _keep(self) -> tuple[RankKept, ...]:
-        staying = {rank.number: rank.process for rank in self.ranks if rank.kept and not rank.process.gone}
+        staying = {
+            rank.number: rank.process for rank in self.ranks if rank.kept and not rank.process.gone
+        }
         if len(staying) < self.size or self._how is not None:
             return ()
         for process in staying.values():
@@ -203,7 +215,11 @@ class RankJob(Job):
         self.stays = True
         self._agent.kept.keep(staying, self._store, self._staging.leave_to_ranks())
         self._store = None
-        self.processes, kept, self.ranks = [], tuple(rank.kept for rank in self.ranks if rank.kept), []
+        self.processes, kept, self.ranks = (
+            [],
+            tuple(rank.kept for rank in self.ranks if rank.kept),
+            [],
+        )
         return kept
 
     def _dismiss(self) -> None:

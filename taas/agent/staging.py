@@ -34,7 +34,9 @@ from taas.wire.transfer import CHUNK, Chunk, Incoming, chunks_of
 _COPY = "project"
 
 
-def environment(notebook: dict[str, str], changed: Iterable[str], config: AgentConfig) -> dict[str, str]:
+def environment(
+    notebook: dict[str, str], changed: Iterable[str], config: AgentConfig
+) -> dict[str, str]:
     """Return the environment that ranks have on this VM.
 
     A variable that the notebook set itself (``changed``: or removed) holds here, too; one that it inherited holds where
@@ -74,7 +76,11 @@ class Staging:
         self._order = order
         self._root: Path | None = None
         self._stays = False
-        self._environ, self._output, self._scratch = order.workspace.environ, order.output, order.scratch
+        self._environ, self._output, self._scratch = (
+            order.workspace.environ,
+            order.output,
+            order.scratch,
+        )
         self._payload = Incoming(order.payload)
         if config.remote:
             root = before.root if before is not None else None
@@ -109,7 +115,11 @@ class Staging:
 
     def take(self, chunk: Chunk) -> None:
         """Take in what the supervisor sends; where it cannot be kept, an OSError says what."""
-        names = "the cell's names" if isinstance(self._order.work, RankOrder) else "the registered loaders"
+        names = (
+            "the cell's names"
+            if isinstance(self._order.work, RankOrder)
+            else "the registered loaders"
+        )
         what = names if chunk.of == "payload" else "the project"
         try:
             (self._payload if chunk.of == "payload" else self.project).take(chunk)
@@ -200,7 +210,8 @@ class ProjectArrival:
         self.notices += unpack(fd, str(self.copy))
         self.late = LateFiles(self.root / "late", self._cache, self._say)
         self.late.expect(
-            self.copy, {entry.path: entry.state for entry, _ in entries(fd) if entry.bare and entry.state}
+            self.copy,
+            {entry.path: entry.state for entry, _ in entries(fd) if entry.bare and entry.state},
         )
         self.since_ns = clock_of(str(self.copy))
         if there:
@@ -273,7 +284,9 @@ def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
     """Read a file up to a size; gives chunks, with where they are."""
     if offset < size:
         with path.open("rb", buffering=0) as file:
-            while offset < size and (data := os.pread(file.fileno(), min(CHUNK, size - offset), offset)):
+            while offset < size and (
+                data := os.pread(file.fileno(), min(CHUNK, size - offset), offset)
+            ):
                 yield offset, data
                 offset += len(data)
 
@@ -285,9 +298,19 @@ class ProjectChanges:
     """
 
     def __init__(
-        self, home: str, order: RankOrder, staged: Staged, arrival: ProjectArrival, ended: Callable[[], bool]
+        self,
+        home: str,
+        order: RankOrder,
+        staged: Staged,
+        arrival: ProjectArrival,
+        ended: Callable[[], bool],
     ) -> None:
-        self._order, self._scratch, self._arrival, self._ended = order, staged.scratch, arrival, ended
+        self._order, self._scratch, self._arrival, self._ended = (
+            order,
+            staged.scratch,
+            arrival,
+            ended,
+        )
         shared = shared_places(home, order.cell.spec.shared)
         own = order.first_rank == 0
         sends = arrival.copy is not None and (own or shared)
@@ -304,7 +327,9 @@ class ProjectChanges:
         if self._project is not None:
             yield from self._archive("changes", self._project, last=True)
         # What ranks other than 0 wrote in the project's place is sorted on the notebook's machine.
-        numbers = range(max(1, self._order.first_rank), self._order.first_rank + self._order.local_world_size)
+        numbers = range(
+            max(1, self._order.first_rank), self._order.first_rank + self._order.local_world_size
+        )
         places = [f"{scratch_of(Path(), rank)}/tree" for rank in numbers]
         if places:
             writes = Changes(str(self._scratch), only(places), afresh=True)
@@ -330,4 +355,6 @@ class ProjectChanges:
             lost = [("what ranks wrote in the project", why)]
         if last:
             vm = self._order.vm
-            self._arrival.notices += [f"{what} did not come back from VM {vm}: {why}" for what, why in lost]
+            self._arrival.notices += [
+                f"{what} did not come back from VM {vm}: {why}" for what, why in lost
+            ]

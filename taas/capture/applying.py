@@ -43,13 +43,17 @@ class Applied:
     cells: dict[str, int] = field(default_factory=dict)  # whose functions came: ``In[n]`` by file
     there: list[str] = field(default_factory=list)  # names that rank 0 has
     own: list[str] = field(default_factory=list)  # of these, what is something else there
-    wrapped: list[str] = field(default_factory=list)  # what has a parallel wrapper, or shards, there
+    wrapped: list[str] = field(
+        default_factory=list
+    )  # what has a parallel wrapper, or shards, there
     ranks: int = 1
     shares: list[str] = field(
         default_factory=list
     )  # new loaders and samplers that have one rank's part of data
     places: list[str] = field(default_factory=list)  # what was put elsewhere than under names
-    memory: dict[int, Stretch] = field(default_factory=dict, repr=False)  # that both know now, by region
+    memory: dict[int, Stretch] = field(
+        default_factory=dict, repr=False
+    )  # that both know now, by region
     next_region: int = 0
 
 
@@ -75,13 +79,17 @@ def apply_answer(
 
 
 class _Incoming:
-    def __init__(self, fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int, Stretch]) -> None:
+    def __init__(
+        self, fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int, Stretch]
+    ) -> None:
         self._fd, self._namespace, self._heap, self._known = fd, namespace, heap, known
         self._payload = Payload(fd)
         self._contents = contents = self._payload.contents
         self._memory = self._payload.brought(known)
         self._made = dict(enumerate(heap.objects))
-        self._builder = Builder(contents["states"], self._made, self._memory, namespace, tolerant=True)
+        self._builder = Builder(
+            contents["states"], self._made, self._memory, namespace, tolerant=True
+        )
         self._applied = Applied(cells=contents["cells"])
         self._lost = [Lost(*told) for told in contents["lost"]]
 
@@ -155,7 +163,11 @@ class _Incoming:
         memories = self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
         as_before = MemoryTable(self._known, ()).regions_of(memories.values())
         for patch in header.patches:
-            why = None if patch.region in as_before else self._known[patch.region].patch(patch, self._fd)
+            why = (
+                None
+                if patch.region in as_before
+                else self._known[patch.region].patch(patch, self._fd)
+            )
             if why is not None and Lost(why) not in self._lost:
                 self._lose(why)
         changed = self._change_in_place(held_back)
@@ -175,8 +187,13 @@ class _Incoming:
         applied.lost = _in_few_lines(self._lost, contents["sharded"])
         applied.ranks = contents["ranks"]
         if applied.ranks > 1:
-            applied.shares = named_shares(applied.rebound, self._namespace, self._heap, applied.ranks)
-        applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
+            applied.shares = named_shares(
+                applied.rebound, self._namespace, self._heap, applied.ranks
+            )
+        applied.there, applied.wrapped = (
+            contents["there"],
+            [*contents["wrapped"], *contents["sharded"]],
+        )
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
         applied.own = [*contents["own"], *unbound]
         applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
@@ -192,10 +209,14 @@ class _Incoming:
             self._lose("what a library keeps of its process", f"{type(error).__name__}: {error}")
         remember_shares(new, contents["ranks"])
         there = [
-            (o, m, name) for o, m, name in contents["unwrapped"] if {o or m, m} <= made.keys() - lost.keys()
+            (o, m, name)
+            for o, m, name in contents["unwrapped"]
+            if {o or m, m} <= made.keys() - lost.keys()
         ]
         found = ((None if o is None else made[o], made[m], name) for o, m, name in there)
-        named = {name: self._namespace[name] for name in contents["wrapped"] if name in self._namespace}
+        named = {
+            name: self._namespace[name] for name in contents["wrapped"] if name in self._namespace
+        }
         remember_unwrapped(found, named)
 
     def _held_back(self) -> set[int]:
@@ -222,7 +243,9 @@ class _Incoming:
                 before = self._heap.states[n] or state
                 children = [self._made[c] for c in state[2]]
                 change(value, before, state, children, arguments_differ=arguments_differ)
-            except BaseException as error:  # a user's __setstate__ may raise anything, SystemExit included
+            except (
+                BaseException
+            ) as error:  # a user's __setstate__ may raise anything, SystemExit included
                 what = f"a {type(value).__qualname__} of the notebook refused its new contents"
                 self._lose(what, f"{type(error).__name__}: {error}")
             else:
@@ -239,7 +262,9 @@ class _Incoming:
         try:
             join_devices([*known, *(self._namespace[name] for name in self._applied.rebound)])
         except RuntimeError as error:  # a full GPU
-            self._lose(f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})")
+            self._lose(
+                f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
+            )
 
     def _learn(self, changed: list[int]) -> None:
         """Take over the numbers of what came, read it again, and say of what is not what rank 0 had.

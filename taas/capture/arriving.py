@@ -39,13 +39,22 @@ from taas.errors import CaptureError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_UNCHANGEABLE = (*ATOMS, range, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+_UNCHANGEABLE = (
+    *ATOMS,
+    range,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    type,
+)
 
 
 class Arrival:
     """The captured names in a rank, and what has to be known to send back what changes."""
 
-    left_before: dict[str, LeftOut]  # this, and what else has this name, is of right before the cell
+    left_before: dict[
+        str, LeftOut
+    ]  # this, and what else has this name, is of right before the cell
 
     def __init__(
         self,
@@ -77,7 +86,9 @@ class Arrival:
         self.next_region = self.payload.next_region
         self.held: list[str] = held["names"]
         self.project: str = contents["project"]
-        self.returned: set[str] | None = None if contents["returned"] is None else set(contents["returned"])
+        self.returned: set[str] | None = (
+            None if contents["returned"] is None else set(contents["returned"])
+        )
         self.state = ProcessState(contents["process state"], device)
         self.place = place
         self.cell_numbers: dict[str, int] = {}
@@ -100,7 +111,9 @@ class Arrival:
         before = {**self._namespace} if cells else self._namespace
         run_setup_cells(cells, self._namespace, self.contents["future"])
         bound = {
-            name: value for name, value in self._namespace.items() if before.get(name, self) is not value
+            name: value
+            for name, value in self._namespace.items()
+            if before.get(name, self) is not value
         }
         self._of_setup.update(bound)
 
@@ -127,8 +140,14 @@ class Arrival:
             value = self._built(builder, name, n)
             if n not in builder.lost:
                 namespace[name] = value
-        self._beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
-        whole = {n: value for n, value in made.items() if n not in builder.lost} if builder.lost else made
+        self._beside = {
+            name: self._built(builder, name, n) for name, n in contents["places"].items()
+        }
+        whole = (
+            {n: value for n, value in made.items() if n not in builder.lost}
+            if builder.lost
+            else made
+        )
         self.heap.learn(whole, states, self.known)
         return builder
 
@@ -153,7 +172,9 @@ class Arrival:
         self.cell_numbers = cell_numbers(shell)
         self.cell_numbers.update(contents["cells"])
         own = {*self.names, *self.held}
-        dress(shell, self._namespace, contents["history"], contents["extensions"], self._beside, own)
+        dress(
+            shell, self._namespace, contents["history"], contents["extensions"], self._beside, own
+        )
 
     def mark(self) -> None:
         """Take what changes are found against, right before the cell runs."""
@@ -169,7 +190,9 @@ class Arrival:
         self.state.mark()
         self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
 
-    def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True) -> int:
+    def pack_answer(
+        self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True
+    ) -> int:
         """Write what the cell changed into a sealed memfd, which the caller owns; a rank with a GPU has waited for it before.
 
         ``value`` is that of the last expression. Unless it is the ``last``, another answer follows that counts in its place.
@@ -182,7 +205,9 @@ class Arrival:
         asked = {*self.memory.stretches}
         if reached is not None:
             asked &= self.memory.regions_of(self.heap.memories_among(reached).values())
-        for number, spans in self._snapshot.changed(asked).items() if self._snapshot is not None else ():
+        for number, spans in (
+            self._snapshot.changed(asked).items() if self._snapshot is not None else ()
+        ):
             if not spans:
                 continue
             address, host = self.memory.stretches[number].in_host_memory()
@@ -214,7 +239,9 @@ class CellChanges:
         self._arrival, self._namespace, self._value = arrival, namespace, value
         self._visible = users_names(namespace)
         before = arrival.names_before
-        self._rebound = {name for name, item in self._visible.items() if before.get(name, self) is not item}
+        self._rebound = {
+            name for name, item in self._visible.items() if before.get(name, self) is not item
+        }
         self._heap: Heap = arrival.heap
         self._known = arrival.known
         self._lost = self._keys_lost()
@@ -224,7 +251,11 @@ class CellChanges:
         self._places_now = holders(arrival.project)
         left_out.clear()
         left_attributes.clear()
-        known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
+        known = [
+            n
+            for n, value in enumerate(self._heap.objects)
+            if n != NAMESPACE and not stays(type(value))
+        ]
         reader = Reader(namespace, project=arrival.project, unwrap=True)
         self._heap.left, self._heap.parted = {}, []
         self._heap.describe_after(known, reader, self._known)
@@ -260,7 +291,9 @@ class CellChanges:
     def _write(self, process_state: dict[str, Any] | None, *, last: bool) -> int:
         arrival, heap = self._arrival, self._heap
         wanted = self._wanted()
-        changed = [n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)]
+        changed = [
+            n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)
+        ]
         bound = self._bound()
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
@@ -282,7 +315,9 @@ class CellChanges:
             "there": [n for n, value in self._visible.items() if not arrival.is_of_setup(n, value)],
             "ranks": 1 if arrival.place is None else arrival.place.size,
             "unwrapped": self._unwrapped(),
-            "own": [name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound],
+            "own": [
+                name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound
+            ],
             **self._told_of_names(),
         }
         patches = self._patches(wanted)
@@ -338,13 +373,19 @@ class CellChanges:
     def _bound(self) -> dict[str, int]:
         """The names that the notebook binds anew: what was rebound or made anew, of what is returned."""
         made = {*self._anew.values()}
-        bound = {name: n for name, n in self._roots.items() if name in self._rebound or n in made or not name}
+        bound = {
+            name: n
+            for name, n in self._roots.items()
+            if name in self._rebound or n in made or not name
+        }
         return {name: n for name, n in bound.items() if not name or self._is_returned(name)}
 
     def _wanted(self) -> set[int] | None:
         if self._arrival.returned is None:
             return None
-        numbers = (self._heap.number.get(id(self._visible.get(name))) for name in self._arrival.returned)
+        numbers = (
+            self._heap.number.get(id(self._visible.get(name))) for name in self._arrival.returned
+        )
         return self._heap.reached(n for n in numbers if n is not None)
 
     def _is_returned(self, name: str) -> bool:
@@ -361,8 +402,12 @@ class CellChanges:
         arrival, visible = self._arrival, self._visible.items()
         known, specs = (*arrival.names, *arrival.held), loaded_as(arrival.project).items()
         return {
-            "deleted": [name for name in known if name not in self._namespace and self._is_returned(name)],
-            "reloaded": [name for name, spec in specs if arrival.specs_before.get(name, spec) is not spec],
+            "deleted": [
+                name for name in known if name not in self._namespace and self._is_returned(name)
+            ],
+            "reloaded": [
+                name for name, spec in specs if arrival.specs_before.get(name, spec) is not spec
+            ],
             "wrapped": [name for name, item in visible if is_wrapper(type(item))],
             "sharded": [name for name, item in visible if holds_shards(item)],
         }
@@ -373,7 +418,9 @@ class CellChanges:
         That is in what it is (None: under a name, or in containers), its number, and what wrapped it.
         """
         heap = self._heap
-        wrappers = [n for n, value in enumerate(heap.objects) if is_wrapper(type(value)) and heap.states[n]]
+        wrappers = [
+            n for n, value in enumerate(heap.objects) if is_wrapper(type(value)) and heap.states[n]
+        ]
         if not wrappers:
             return []
         holders: dict[int, list[int]] = {}
@@ -416,7 +463,9 @@ class CellChanges:
                 as_it_was or heap.number[id(one.holder)] >= self._known
             ):
                 continue
-            self._lost.append(Lost(path, (self._why_not(path, one.part) or str(one.error)) + AS_BEFORE))
+            self._lost.append(
+                Lost(path, (self._why_not(path, one.part) or str(one.error)) + AS_BEFORE)
+            )
 
     def _tell_parted(self) -> None:
         """Say what stays with this process of what comes back; not again of what was there in the cell before (``--keep``)."""
@@ -498,18 +547,24 @@ class CellChanges:
         """Leave out names and places of which a part cannot travel, and say so; return what stays as it was with them."""
         heap, known, roots = self._heap, self._known, self._roots | self._places
         new = heap.holding(heap.failed, range(known, len(heap.objects))) if heap.failed else set()
-        refused = {n for n in self._changed if not new.isdisjoint((heap.states[n] or NO_STATE)[2])} | new
+        refused = {
+            n for n in self._changed if not new.isdisjoint((heap.states[n] or NO_STATE)[2])
+        } | new
         held_back = heap.held_back(refused, roots.values())
         told = self._of(held_back)
         reached = heap.reached(roots[name] for name in told)
         for n in [*heap.failed] if refused else ():
-            if n not in reached:  # no name stays whole for it, but one has it somewhere in a container
+            if (
+                n not in reached
+            ):  # no name stays whole for it, but one has it somewhere in a container
                 around = self._of(heap.holding([n], range(len(heap.objects))))[:1]
                 told += [name for name in around if name not in told]
         told = [name for name in told if name not in self._named]
         self._named.update(told)
         for name in told:
-            is_new = roots[name] in new or roots[name] >= known  # the notebook has nothing in its place
+            is_new = (
+                roots[name] in new or roots[name] >= known
+            )  # the notebook has nothing in its place
             why = self._why(name) + ("" if is_new else AS_BEFORE)
             self._lost.append(Lost(name or "the cell's last value", why, name))
             if is_new:
@@ -565,13 +620,17 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
     """Let what has come find out which process this is; before random states are put, as it may draw."""
     new = [builder.made[n] for n in builder.states if n in builder.made and n not in builder.lost]
     shares = [
-        builder.made[n] for n in arrival.contents["shares"] if n in builder.made and n not in builder.lost
+        builder.made[n]
+        for n in arrival.contents["shares"]
+        if n in builder.made and n not in builder.lost
     ]
     try:
         wrapped = arrival.contents["wrapped"]
         settle(new, shares, arrival.place, without_gpu=without_gpu, wrapped=wrapped)
         if arrival.place is not None and not without_gpu:
-            for by, n, names in arrival.contents["again"]:  # all ranks in one order: they meet in it
+            for by, n, names in arrival.contents[
+                "again"
+            ]:  # all ranks in one order: they meet in it
                 arrival.bind(names, wrap_again(builder.made[by], builder.made[n]))
     except Exception as error:
         raise CaptureError(

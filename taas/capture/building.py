@@ -19,7 +19,12 @@ from taas.capture.reading import find, make_plain, set_insides, turn_into
 
 _loads = marshal.loads  # from our own sender
 _WHOLE = frozenset({"tuple", "frozenset", "same"})
-_BOXES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "OrderedDict": OrderedDict, "set": set}
+_BOXES: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "set": set,
+}
 
 
 class Loss(NamedTuple):
@@ -99,7 +104,9 @@ class Builder:
         if n in self.lost:
             return
         try:
-            because = next((self.lost[c] for c in needed if c in self.lost), None) if self.lost else None
+            because = (
+                next((self.lost[c] for c in needed if c in self.lost), None) if self.lost else None
+            )
             if because is None:
                 step(n)
                 return
@@ -108,7 +115,9 @@ class Builder:
                 self._abandon(n, *self._open)
                 raise
             made = n in self.made
-            what = f"an object of {type(self.made[n]).__qualname__} in it" if made else "a part of it"
+            what = (
+                f"an object of {type(self.made[n]).__qualname__} in it" if made else "a part of it"
+            )
             because = Loss(n, what, f"{type(error).__name__}: {error}")
         self._abandon(n)
         self.lost[n], self.made[n] = because, None
@@ -148,7 +157,9 @@ class Abandoned:
     """What an object is that was made and could not be filled."""
 
 
-def change(value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool) -> None:
+def change(
+    value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool
+) -> None:
     """Make an object that was ``before`` what a state says; ``arguments_differ``: as if made with others.
 
     One of which all that is told are attributes of it keeps those that are not told: a lock that its protocol leaves out.

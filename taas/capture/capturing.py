@@ -110,8 +110,12 @@ class Capture:
         self._roots: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self._only_for_data: dict[str, int] = {}  # names that only data processes bind
-        self._bound_by_cell: list[str] = []  # names that data processes have otherwise than the cell
-        self._missing_for_data: list[str] = []  # names that the notebook lacks, and the cell may bind
+        self._bound_by_cell: list[
+            str
+        ] = []  # names that data processes have otherwise than the cell
+        self._missing_for_data: list[
+            str
+        ] = []  # names that the notebook lacks, and the cell may bind
         self._sizes: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
@@ -149,7 +153,9 @@ class Capture:
     def apply(self, answer_fd: int) -> Applied:
         """Do to the notebook what the cell did to rank 0: objects in place, names rebound. The descriptor stays open."""
         set_apart(self._edited)
-        self._applied = apply_answer(answer_fd, self._namespace, self.heap, self._memory, self._loaded)
+        self._applied = apply_answer(
+            answer_fd, self._namespace, self.heap, self._memory, self._loaded
+        )
         cell, size = self._run_of
         if size > 1:
             remember_rank_values(cell, self._namespace)
@@ -157,7 +163,12 @@ class Capture:
 
     def kept(self) -> Kept:
         """Return what the ranks hold after the cell, if they stay: for the next capture, once the answer is applied."""
-        namespace, project, held, applied = self._namespace, self._project, self._held, self._applied
+        namespace, project, held, applied = (
+            self._namespace,
+            self._project,
+            self._held,
+            self._applied,
+        )
         if applied is None:
             return Kept(namespace, names=dict.fromkeys({*self.names, *held.names}, _UNSURE))
         with no_collection():
@@ -182,13 +193,18 @@ class Capture:
                 if error is not None:
                     why = self.left_behind[name] = self._why(name, namespace[name], error)
                     if name in needs.sure:
-                        raise CaptureError(f"the cell needs {name!r}: {why} Nothing was started.") from error
+                        raise CaptureError(
+                            f"the cell needs {name!r}: {why} Nothing was started."
+                        ) from error
             for used in sorted(self._used_by(name) - bound[name]):
                 if used.startswith(ANY):
                     needs.built = needs.built or used.removeprefix(ANY)
                     needs.others |= users_names(namespace).keys() - bound[name]
                 elif used in namespace and not is_of_ipython(used, namespace[used]):
-                    before, bound[used] = bound.get(used), bound[name] & bound.get(used, bound[name])
+                    before, bound[used] = (
+                        bound.get(used),
+                        bound[name] & bound.get(used, bound[name]),
+                    )
                     waiting += [used] if bound[used] != before else []
         if for_data:
             self._pack_for_data()
@@ -241,7 +257,9 @@ class Capture:
             if n is not None:
                 found.append(n)
                 waiting += sorted(self._used_in([n]) - used)
-        self._add_others(others - self._roots.keys() - self._only_for_data.keys(), self._only_for_data)
+        self._add_others(
+            others - self._roots.keys() - self._only_for_data.keys(), self._only_for_data
+        )
         self._note_bound_by_cell(found)
 
     def _add_for_data(self, name: str) -> int | None:
@@ -267,7 +285,9 @@ class Capture:
         # Where the code does not say what it binds (a star, ``exec``), only this is known: what it surely binds.
         bound = read & (self._only_for_data.keys() if binds is None else binds)
         self._bound_by_cell = sorted(
-            name for name in bound & namespace.keys() if not isinstance(namespace[name], types.ModuleType)
+            name
+            for name in bound & namespace.keys()
+            if not isinstance(namespace[name], types.ModuleType)
         )
         missing = (read if binds is None else bound) - namespace.keys()
         self._missing_for_data = sorted(name for name in missing if not hasattr(builtins, name))
@@ -291,7 +311,9 @@ class Capture:
         words = self._needs.words.union(*map(words_in, self.heap.codes()))
         return modules_reached(words, {*reader.modules, *self._imports}, self._project)
 
-    def _add(self, name: str, value: Any, roots: dict[str, int], limit: float = math.inf) -> Exception | None:
+    def _add(
+        self, name: str, value: Any, roots: dict[str, int], limit: float = math.inf
+    ) -> Exception | None:
         heap = self.heap
         length = len(heap.objects)
         n = heap.enter(value)
@@ -311,7 +333,9 @@ class Capture:
             self._sizes[name] = nbytes
             if roots is not self._places:
                 new = heap.memory_ranges(range(length, len(heap.objects)))
-                self._detached += [name] * any(not t.is_leaf for memory in new for t in memory.tensors)
+                self._detached += [name] * any(
+                    not t.is_leaf for memory in new for t in memory.tensors
+                )
         return error
 
     def check_fit(self, cell: str, size: int) -> None:
@@ -415,9 +439,7 @@ class Capture:
         if found is None:
             return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}."
         inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
-        return (
-            f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
-        )
+        return f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
 
     @property
     def notices(self) -> list[str]:
@@ -428,13 +450,19 @@ class Capture:
             if size > LARGE
         ]
         left = {
-            path: one for path, one in self.heap.left.items() if not isinstance(one.holder, types.ModuleType)
+            path: one
+            for path, one in self.heap.left.items()
+            if not isinstance(one.holder, types.ModuleType)
         }
-        without = [*self._without, *(self._why(path, one.part, one.error) for path, one in left.items())]
+        without = [
+            *self._without,
+            *(self._why(path, one.part, one.error) for path, one in left.items()),
+        ]
         found += [f"{why} The ranks do without it." for why in without]
         parted = [one for one in self.heap.parted if id(one.holder) in self.heap.number]
         found += [
-            f"{told}: each process has its own, so the ranks do without." for told in few_words_of(parted)
+            f"{told}: each process has its own, so the ranks do without."
+            for told in few_words_of(parted)
         ]
         found += self._unfit
         if unwrapped := sorted(self._held.kept.wrapped & self._roots.keys()):
@@ -443,7 +471,9 @@ class Capture:
                 "travels anew, without the parallel wrapper or the sharding that it had in the ranks; wrap it again before "
                 "it is trained."
             )
-        edited = [n for module in self._edited.values() if (n := module.__name__) in self._reached()]
+        edited = [
+            n for module in self._edited.values() if (n := module.__name__) in self._reached()
+        ]
         if edited:
             found.append(
                 f"{', '.join(edited)}: edited since this notebook imported it. The ranks run the file as it is now, the "
@@ -506,7 +536,9 @@ def capture(
         kept = kept or Kept(namespace, project=str(project))
         if AUTORELOAD in sys.modules:  # it reloads right before a cell
             note_files()
-        edited = {n: module for n, module in edited_modules(str(project)).items() if n not in kept.places}
+        edited = {
+            n: module for n, module in edited_modules(str(project)).items() if n not in kept.places
+        }
         set_apart(edited)
         held = Held(kept, namespace, anew)
         _check_returned(needs, namespace, {*(returned or ())} - held.names)
@@ -530,7 +562,9 @@ def _names_bound_by(cell: str) -> set[str] | None:
 def _codes_of_module(name: str) -> list[types.CodeType]:
     """Return the codes of the functions, and methods, of a module."""
     held = [*attributes_of(loaded(name)).values()]
-    methods = [vars(value) for value in held if isinstance(value, type) and value.__module__ == name]
+    methods = [
+        vars(value) for value in held if isinstance(value, type) and value.__module__ == name
+    ]
     held += [value for method in methods for value in method.values()]
     return [value.__code__ for value in held if isinstance(value, types.FunctionType)]
 
@@ -541,7 +575,9 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
     if needs.binds is None or not unknown:
         return
     functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
-    made = needs.binds.union(*(global_names(function.__code__) for function in functions))  # ``global name``
+    made = needs.binds.union(
+        *(global_names(function.__code__) for function in functions)
+    )  # ``global name``
     for name in unknown:
         if name not in made:
             raise HeaderError(
@@ -592,7 +628,11 @@ class Kept:
         applied = applied or Applied()
         self.is_known = names is not None  # else ranks may hold what nobody here knows of
         self.names, self.cells, self.project = names or {}, len(typed_cells()), project
-        self.own, self.wrapped, self.places = frozenset(own), frozenset(applied.wrapped), places or {}
+        self.own, self.wrapped, self.places = (
+            frozenset(own),
+            frozenset(applied.wrapped),
+            places or {},
+        )
         self.all = {**self.places, **self.names}
         self.heap = heap or Heap(Reader(namespace), [namespace])
         self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
@@ -601,14 +641,20 @@ class Kept:
         self.next_region = applied.next_region
         reached = self.heap.reached(n for _, n in self.roots())
         self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
-        used = MemoryTable(applied.memory, ()).regions_of(self.heap.memories_among(reached).values())
+        used = MemoryTable(applied.memory, ()).regions_of(
+            self.heap.memories_among(reached).values()
+        )
         self.stretches = {n: stretch for n, stretch in applied.memory.items() if n in used}
-        self.snapshot: MemorySnapshot = MemorySnapshot(self.stretches, before.snapshot if before else None)
+        self.snapshot: MemorySnapshot = MemorySnapshot(
+            self.stretches, before.snapshot if before else None
+        )
 
     def roots(self) -> list[tuple[str, int]]:
         """Return the names, and places, of what travelled to the ranks or came from there, with its numbers."""
         number = self.heap.number
-        return [(name, number[id(value)]) for name, value in self.all.items() if id(value) in number]
+        return [
+            (name, number[id(value)]) for name, value in self.all.items() if id(value) in number
+        ]
 
 
 class Held:
@@ -627,11 +673,15 @@ class Held:
             for name, value in kept.all.items()
             if here.get(name, _NONE) is value and name not in bound and id(value) not in never
         }
-        self.inside = {name: kept.heap.reached([n]) for name, n in kept.roots() if name in self._holds}
+        self.inside = {
+            name: kept.heap.reached([n]) for name, n in kept.roots() if name in self._holds
+        }
         self._where = MemoryTable(kept.stretches, ()).places()
         memories = kept.heap.memories_among(self._numbers).items()
         self._regions = {n: {*overlapping(self._where, *memory)} for n, memory in memories}
-        self._let_go(self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None})
+        self._let_go(
+            self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None}
+        )
 
     @property
     def names(self) -> set[str]:
@@ -648,7 +698,9 @@ class Held:
         """What goes by a name of the ranks, by its id."""
         kept, names = self.kept, self.names - self.kept.own
         by_wrapped = sorted(names, key=lambda name: name not in kept.wrapped)
-        return {id(kept.names[name]): name for name in by_wrapped if type(kept.names[name]) not in ATOMS}
+        return {
+            id(kept.names[name]): name for name in by_wrapped if type(kept.names[name]) not in ATOMS
+        }
 
     @property
     def _numbers(self) -> set[int]:
@@ -681,7 +733,9 @@ class Held:
         ids = {
             id(kept.objects[n]): n
             for n in numbers
-            if not is_constant(kept.objects[n], kept.states[n])  # all tensors have torch.float32 in common
+            if not is_constant(
+                kept.objects[n], kept.states[n]
+            )  # all tensors have torch.float32 in common
         }
         shared, regions = set[int](), set[int]()
         for n in range(len(kept.objects), len(heap.objects)):

@@ -61,7 +61,9 @@ def python_of(cell: str) -> str:
 def magic_on_top(cell: str) -> str:
     """Blank the comments of a cell whose own first line is a cell magic."""
     lines = cell.split("\n")
-    first = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
+    first = next(
+        (n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0
+    )
     return "\n" * first + "\n".join(lines[first:]) if lines[first].startswith("%%") else cell
 
 
@@ -98,7 +100,9 @@ def is_of_ipython(name: str, value: Any) -> bool:
     if name == "get_ipython":
         return isinstance(value, types.MethodType) and value.__self__ is shell
     if name == "open":
-        home = getattr(value, "__globals__", {}).get("__name__")  # its ``__module__`` is that of Python's
+        home = getattr(value, "__globals__", {}).get(
+            "__name__"
+        )  # its ``__module__`` is that of Python's
         return home == "IPython.core.interactiveshell"
     bound = _bound_by(shell, name)
     return value is bound or (type(value) is str and value == bound)
@@ -136,19 +140,27 @@ def is_name(key: Any) -> bool:
 def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names that are not :func:`is_of_ipython`, with what is bound to them."""
     return {
-        name: value for name, value in namespace.items() if is_name(name) and not is_of_ipython(name, value)
+        name: value
+        for name, value in namespace.items()
+        if is_name(name) and not is_of_ipython(name, value)
     }
 
 
 def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what a namespace holds under keys that are no names (``globals()[5]``), by how they are written."""
-    return {f"globals()[{shown(repr(key))}]": value for key, value in namespace.items() if not is_name(key)}
+    return {
+        f"globals()[{shown(repr(key))}]": value
+        for key, value in namespace.items()
+        if not is_name(key)
+    }
 
 
 # ---------------------------------------------------------------- shells
 
 
-def values_of_cells(words: Collection[str], namespace: dict[str, Any]) -> tuple[set[str], dict[str, Any]]:
+def values_of_cells(
+    words: Collection[str], namespace: dict[str, Any]
+) -> tuple[set[str], dict[str, Any]]:
     """Return which names of earlier cells' values a cell needs, and values that have no name, as ``Out[5]``.
 
     Where it reads ``Out``, all are needed. One that has no name is of a cell whose ``_5`` the user has bound anew.
@@ -163,13 +175,17 @@ def values_of_cells(words: Collection[str], namespace: dict[str, Any]) -> tuple[
     return names & namespace.keys(), beside
 
 
-def magics_used(words: Iterable[str], shell: InteractiveShell | None) -> tuple[dict[str, Any], list[str]]:
+def magics_used(
+    words: Iterable[str], shell: InteractiveShell | None
+) -> tuple[dict[str, Any], list[str]]:
     """Return of the magics among a cell's words the notebook's functions, as ``%line name``, and the extensions of others."""
     if shell is None:
         return {}, []
     magics = shell.magics_manager.magics.items()
     used = {f"{MAGIC}{kind} {w}": known[w] for kind, known in magics for w in words if w in known}
-    functions = {name: magic for name, magic in used.items() if isinstance(magic, types.FunctionType)}
+    functions = {
+        name: magic for name, magic in used.items() if isinstance(magic, types.FunctionType)
+    }
     own = {name: magic for name, magic in functions.items() if magic.__globals__ is shell.user_ns}
     homes = {getattr(magic, "__module__", "").partition(".")[0] for magic in used.values()}
     homes -= {"IPython", "ipykernel", "taas"}
@@ -191,7 +207,9 @@ def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
     return {
         "In": list(history.input_hist_parsed[:earlier]),
         "typed": list(history.input_hist_raw[:earlier]),
-        "own": [n for n, value in shell.user_ns.items() if _is_of_value(n) and is_of_ipython(n, value)],
+        "own": [
+            n for n, value in shell.user_ns.items() if _is_of_value(n) and is_of_ipython(n, value)
+        ],
     }
 
 
@@ -201,7 +219,9 @@ def _is_of_value(key: Any) -> bool:
 
 def cell_numbers(shell: InteractiveShell | None) -> dict[str, int]:
     """Return ``In[n]`` of a shell's cells by file, which tracebacks show; IPython 7 has no numbers there."""
-    numbers: dict[str, int] = {} if shell is None else vars(shell.compile).setdefault("_filename_map", {})
+    numbers: dict[str, int] = (
+        {} if shell is None else vars(shell.compile).setdefault("_filename_map", {})
+    )
     return numbers
 
 
@@ -215,7 +235,9 @@ def dress(
 ) -> None:
     """Give a rank's shell what the notebook's has; names of IPython's that are the notebook's ``own`` keep their values."""
     for name in extensions:
-        with contextlib.suppress(ImportError):  # its magic is not found, which is said where it is used
+        with contextlib.suppress(
+            ImportError
+        ):  # its magic is not found, which is said where it is used
             shell.extension_manager.load_extension(name)
     for name, function in beside.items():
         if not name.startswith(MAGIC):
@@ -236,7 +258,9 @@ def dress(
             elif name in namespace:
                 manager.output_hist[int(name[1:])] = namespace[name]
         values = {name: value for name, value in beside.items() if name.startswith(OUT)}
-        manager.output_hist.update({int(name[len(OUT) : -1]): value for name, value in values.items()})
+        manager.output_hist.update(
+            {int(name[len(OUT) : -1]): value for name, value in values.items()}
+        )
 
 
 # ---------------------------------------------------------------- what earlier cells imported

@@ -56,7 +56,9 @@ def dispatch_table() -> dict[type, Any]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    named = (i for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
+    named = (
+        i for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME"))
+    )
     return {instruction.argval for instruction in named if isinstance(instruction.argval, str)}
 
 
@@ -201,13 +203,19 @@ def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
 def _is_made_by_python(cls: type, name: str) -> bool:
     """Tell whether Python made an attribute of a class, and makes it where the class is made anew."""
     value = vars(cls)[name]
-    return name in _PYTHONS_OWN or isinstance(value, _DESCRIPTORS) or (name == _ANNOTATE and value is None)
+    return (
+        name in _PYTHONS_OWN
+        or isinstance(value, _DESCRIPTORS)
+        or (name == _ANNOTATE and value is None)
+    )
 
 
 def read_class(cls: type) -> Reading | None:
     """Read a class as cloudpickle does, with all its attributes as its state; None for one that goes by reference."""
     if isinstance(cls.__module__, str) and cls.__module__ not in sys.modules:
-        import_or_stand_in(cls.__module__)  # its public name, which nobody has used yet (``numpy.rec``)
+        import_or_stand_in(
+            cls.__module__
+        )  # its public name, which nobody has used yet (``numpy.rec``)
     reduced = _cloudpickle._class_reduce(cls)
     if not isinstance(reduced, tuple):
         return None
@@ -216,11 +224,15 @@ def read_class(cls: type) -> Reading | None:
         return Reading(make, arguments)
     attributes = told = reduced[2][0]
     if make is _cloudpickle._make_skeleton_class:
-        attributes = {n: told.get(n, v) for n, v in vars(cls).items() if not _is_made_by_python(cls, n)}
+        attributes = {
+            n: told.get(n, v) for n, v in vars(cls).items() if not _is_made_by_python(cls, n)
+        }
         attributes |= {n: v for n, v in told.items() if n == "_abc_impl"}
         meta, name, bases, keywords, *rest = arguments
         keywords = {**keywords, "__qualname__": cls.__qualname__}
-        if typing.NamedTuple not in vars(cls).get("__orig_bases__", ()) and "__slots__" in vars(cls):
+        if typing.NamedTuple not in vars(cls).get("__orig_bases__", ()) and "__slots__" in vars(
+            cls
+        ):
             keywords["__slots__"] = vars(cls)["__slots__"]
         arguments = meta, name, bases, keywords, *rest
     elif (annotate := vars(cls).get(_ANNOTATE)) is not None:  # of an enumeration

@@ -68,7 +68,9 @@ def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
     for rank, folder in enumerate(folders):
         packed = _read(folder / COLLECTED)
         for name in names:
-            missing = "there is none at its end" if packed is not None else "it ended before it gave it"
+            missing = (
+                "there is none at its end" if packed is not None else "it ended before it gave it"
+            )
             pickled, why = (packed or {}).get(name, (b"", missing))
             try:
                 collected[name][rank] = None if why else pickle.loads(pickled)

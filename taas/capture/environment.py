@@ -28,7 +28,9 @@ _A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_
 _LEFT_BY_LIBRARIES = {
     "CUDA_MODULE_LOADING": re.compile("LAZY"),  # torch up to 2.8, when CUDA is initialised
     "TORCHINDUCTOR_CACHE_DIR": re.compile(r".*/torchinductor_[^/]*"),  # torch.compile
-    "TRITON_CACHE_DIR": re.compile(r".*/triton/\d+"),  # torch.compile; the number is the rank's device
+    "TRITON_CACHE_DIR": re.compile(
+        r".*/triton/\d+"
+    ),  # torch.compile; the number is the rank's device
     "WANDB_SERVICE": re.compile(
         r"\d+-\d+-(unix|tcp)-.*"
     ),  # wandb's service, which a process starts for itself
@@ -59,8 +61,12 @@ def sendable_variables() -> tuple[dict[str, str], list[str]]:
     """
     changed = changed_variables()
     of_here = {name for name in changed if _is_of_library(name, os.environ.get(name, ""))}
-    environ = {n: value for n, value in os.environ.items() if is_utf8(n + value) and n not in of_here}
-    if text := environ.get("PYTHONPATH"):  # the forkserver, which reads it, stands in another folder
+    environ = {
+        n: value for n, value in os.environ.items() if is_utf8(n + value) and n not in of_here
+    }
+    if text := environ.get(
+        "PYTHONPATH"
+    ):  # the forkserver, which reads it, stands in another folder
         environ["PYTHONPATH"] = absolute_import_path(text)
     left_out = os.environ.keys() - environ.keys() - {*changed}
     return environ, [ascii(name)[1:-1] for name in os.environ if name in left_out]
@@ -96,7 +102,9 @@ def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
 
     A socket counts that was made ``since`` then (:func:`file_time`), by this process or for it, or that nobody serves.
     """
-    reasons = {name: why for name, value in told.items() if value and (why := _process_in(value, since))}
+    reasons = {
+        name: why for name, value in told.items() if value and (why := _process_in(value, since))
+    }
     for name in reasons:
         del told[name]
     return [f"the variable {name}: it names {why}" for name, why in reasons.items()]
@@ -129,7 +137,9 @@ def _is_of_rank(path: str, since: int) -> bool:
             visit.connect(path)
         except ConnectionRefusedError:  # its process is gone
             return True
-        except OSError:  # served, by somebody who speaks otherwise, is busy, or lets this user not in
+        except (
+            OSError
+        ):  # served, by somebody who speaks otherwise, is busy, or lets this user not in
             return False
     return False
 

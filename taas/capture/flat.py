@@ -253,7 +253,9 @@ class FlatStates:
     def _list(self, value: Any, children: list[int], fresh: int) -> _Said:
         kind = type(value).__name__
         is_list = kind == "list"
-        if len(value) > _LARGE and (_is_alone_inside(value) if is_list else _atomic(map(type, value))):
+        if len(value) > _LARGE and (
+            _is_alone_inside(value) if is_list else _atomic(map(type, value))
+        ):
             return kind, value if is_list else [*value]
         fresh = fresh == _OF_STATE or (fresh and _has_no_memory(value))
         return kind, self._split([*value], children, fresh=fresh, inline=is_list)
@@ -294,7 +296,9 @@ class FlatStates:
 
     def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Said:
         before = len(children)
-        by = self._split([reading.constructor, reading.setter, reading.changer], children, fresh=True)
+        by = self._split(
+            [reading.constructor, reading.setter, reading.changer], children, fresh=True
+        )
         made = self._split([*reading.arguments], children, fresh=True, inline=False)
         first = len(children) - before
         if reading.state is None:
@@ -338,7 +342,9 @@ class FlatStates:
         ``fresh``: a protocol has made what nobody else holds. ``inline``: what can change may stand in the blob; not in a constant's.
         """
         few = len(values) <= _LARGE
-        if _atomic(map(type, values)) and not (few and any(id(value) in self._held for value in values)):
+        if _atomic(map(type, values)) and not (
+            few and any(id(value) in self._held for value in values)
+        ):
             return values
         number, out, marked = self.number, list[Any](), False
         for value, count in _with_counts(values):
@@ -361,7 +367,9 @@ class FlatStates:
         """Tell whether a small plain container may stand in a blob: one in which nothing can change, or that has one holder."""
         if type(box) is not tuple and (not alone or id(box) in self.number):
             return False
-        return _atomic(map(type, box)) and (type(box) is not dict or _atomic(map(type, box.values())))
+        return _atomic(map(type, box)) and (
+            type(box) is not dict or _atomic(map(type, box.values()))
+        )
 
     def _child(self, value: Any) -> int:
         if type(value) is not MemoryRange:
@@ -398,7 +406,9 @@ def _are_attributes(value: Any, reading: Reading) -> bool:
     if reading.setter is not set_by_protocol or type(told) is not dict:
         return False
     own = getattr(value, "__dict__", {})
-    return all(one is None for one in rest) and all(own.get(name, told) is told[name] for name in told)
+    return all(one is None for one in rest) and all(
+        own.get(name, told) is told[name] for name in told
+    )
 
 
 def _atom(_: FlatStates, value: Any, *__: Any) -> _Said:

@@ -114,10 +114,14 @@ class Heap(FlatStates):
 
     def sources(self) -> dict[str, tuple[int, list[str]]]:
         """Return the text of the cells that the functions were defined in."""
-        entries = {code.co_filename: linecache.cache.get(code.co_filename, ()) for code in self.codes()}
+        entries = {
+            code.co_filename: linecache.cache.get(code.co_filename, ()) for code in self.codes()
+        }
         # IPython's; files have a time
         return {
-            n: (entry[0], entry[2]) for n, entry in entries.items() if len(entry) == 4 and entry[1] is None
+            n: (entry[0], entry[2])
+            for n, entry in entries.items()
+            if len(entry) == 4 and entry[1] is None
         }
 
     def early(self, n: int) -> int:
@@ -139,7 +143,9 @@ class Heap(FlatStates):
             kind = states[n][0]
             if kind == "memory":
                 self.memories[made[n].address, made[n].nbytes] = n
-            elif _has_identity(kind, made[n]) and (m := self.number.setdefault(id(made[n]), n)) != n:
+            elif (
+                _has_identity(kind, made[n]) and (m := self.number.setdefault(id(made[n]), n)) != n
+            ):
                 self.states[n] = ("same", _NO_BLOB, (m,))  # known here: a class, a dtype
 
     def mark(self) -> None:
@@ -170,7 +176,9 @@ class Heap(FlatStates):
         state, is_code = self.states[n], isinstance(self.objects[n], (*_CODE, type(None)))
         return state is None or not (is_code or state[0] in CONSTANT)
 
-    def describe_after(self, numbers: Iterable[int], reader: Reader, collected: float = math.inf) -> None:
+    def describe_after(
+        self, numbers: Iterable[int], reader: Reader, collected: float = math.inf
+    ) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
         self.reader, self.collected = reader, collected
         self.before = self.states.copy()
@@ -269,7 +277,10 @@ class Heap(FlatStates):
         return None if by[2] is None else True  # it has a changer
 
     def reached(
-        self, roots: Iterable[int], but: Container[int] = (), states: list[State | None] | None = None
+        self,
+        roots: Iterable[int],
+        but: Container[int] = (),
+        states: list[State | None] | None = None,
     ) -> set[int]:
         """Return the numbers of all that is in some objects, themselves included, now or by other states; stop at others."""
         states = self.states if states is None else states
@@ -284,7 +295,9 @@ class Heap(FlatStates):
             waiting += [child for child in children if child not in found and child not in but]
         return found
 
-    def holding(self, numbers: Iterable[int], among: Iterable[int], last: Container[int] = ()) -> set[int]:
+    def holding(
+        self, numbers: Iterable[int], among: Iterable[int], last: Container[int] = ()
+    ) -> set[int]:
         """Return what holds any of some objects, directly or not, and these; not what holds the ``last``."""
         holders = self._holders(among)
         found, waiting = set(numbers), [*numbers]
@@ -365,7 +378,9 @@ class Heap(FlatStates):
     def _attributes_with(self, n: int, part: int) -> list[str]:
         """Return the attributes of an instance that are an object, or a container with it."""
         holder, wanted = self.objects[n], self.objects[part]
-        if (self.states[n] or NO_STATE)[0] not in ("object", "reading") or isinstance(holder, _CODE):
+        if (self.states[n] or NO_STATE)[0] not in ("object", "reading") or isinstance(
+            holder, _CODE
+        ):
             return []
         attributes = getattr(holder, "__dict__", {})
         return [name for name, item in attributes.items() if holds(item, lambda one: one is wanted)]
@@ -384,8 +399,12 @@ class Heap(FlatStates):
         Nor does what of a module's data holds code of a module that is not found by its name.
         """
         new = range(first, len(self.objects))
-        kinds = {cls for cls in {*map(type, self.objects[first:])} if issubclass(cls, holder_kinds())}
-        holders = {n for n in new if type(self.objects[n]) in kinds and _has_told_state(self.states[n])}
+        kinds = {
+            cls for cls in {*map(type, self.objects[first:])} if issubclass(cls, holder_kinds())
+        }
+        holders = {
+            n for n in new if type(self.objects[n]) in kinds and _has_told_state(self.states[n])
+        }
         if not holders:
             return False
         code = {n for n in new if isinstance(self.objects[n], (types.FunctionType, type))}
@@ -415,7 +434,9 @@ class Heap(FlatStates):
 
         A class of the notebook brings all that it has: a named tuple methods of ``collections``.
         """
-        error = next((self.failed[m] for m in self.reached(root, holders) if m in self.failed), None)
+        error = next(
+            (self.failed[m] for m in self.reached(root, holders) if m in self.failed), None
+        )
         if error is not None or by_name.isdisjoint(self.reached(root, holders | own)):
             return error
         return pickle.PicklingError("it is code without a name")
@@ -425,7 +446,9 @@ class Heap(FlatStates):
 
         An instance stays with all that is in it, but for what names reach otherwise; containers change, where they can.
         """
-        around = self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()
+        around = (
+            self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()
+        )
         owners = [n for n in around if (self.states[n] or NO_STATE)[0] in ("object", "reading")]
         whole = self.reached(n for n in roots if n not in around)
         return (self.reached(owners) | self.reached(owners, states=self.before)) - whole | refused
@@ -442,7 +465,10 @@ def _has_identity(kind: str, value: Any) -> bool:
     """Tell whether an object is known by which one it is; of plain values, only None."""
     if kind == "atom":
         return value is None or type(value) is types.CodeType
-    return kind not in ("memory", "same")  # the latter is another one here, which has a number of its own
+    return kind not in (
+        "memory",
+        "same",
+    )  # the latter is another one here, which has a number of its own
 
 
 def _has_told_state(state: State | None) -> bool:
@@ -457,17 +483,22 @@ _ADVICE = {
     "generator": "make it inside the cell, or a list of it before",
     "coroutine": "await it before the cell, or inside it",
     "memoryview": "make it inside the cell, from what it looks into",
-    **dict.fromkeys(("TextIOWrapper", "BufferedReader", "BufferedWriter"), "open it inside the cell"),
+    **dict.fromkeys(
+        ("TextIOWrapper", "BufferedReader", "BufferedWriter"), "open it inside the cell"
+    ),
     **dict.fromkeys(("Connection", "socket"), "connect inside the cell"),
     **dict.fromkeys(
         ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter"),
         "pass the DataLoader and call iter() inside the cell",
     ),
     **dict.fromkeys(
-        ("ProcessGroup", "DeviceMesh", "Work", "TCPStore", "Stream", "Event"), "make it inside the cell"
+        ("ProcessGroup", "DeviceMesh", "Work", "TCPStore", "Stream", "Event"),
+        "make it inside the cell",
     ),
 }
-_OTHER_ADVICE = "make it inside the cell, or give the class that holds it a __getstate__ that leaves it out"
+_OTHER_ADVICE = (
+    "make it inside the cell, or give the class that holds it a __getstate__ that leaves it out"
+)
 
 
 _FEW = 3
@@ -482,14 +513,18 @@ class Culprit(NamedTuple):
     advice: str
 
 
-def culprit_of(name: str, value: Any, reader: Reader, *, without_gpu: bool = False) -> Culprit | None:
+def culprit_of(
+    name: str, value: Any, reader: Reader, *, without_gpu: bool = False
+) -> Culprit | None:
     """Return what in an object, called ``name``, cannot travel, or not to where no GPU is, by the shortest way to it."""
     heap = Heap(reader, [reader.namespace])
     root = heap.enter(value)
     heap.walk()
     for memory in heap.memory_ranges(range(len(heap.objects))) if without_gpu else ():
         for tensor in memory.tensors if memory.device != "cpu" else ():
-            heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
+            heap.failed[heap.enter(tensor)] = ValueError(
+                f"on {tensor.device}, and data workers have no GPU"
+            )
     if not heap.failed:
         return None
     path, n = heap.way_to(heap.failed, {name: root}) or (name, min(heap.failed))

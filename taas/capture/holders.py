@@ -79,8 +79,12 @@ def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
     survey()
     below = project.rstrip(os.sep) + os.sep
     # one that waits for its first use has no data yet
-    modules = [(name, module) for name in _maybe_of_projects if (module := loaded(name)) is not None]
-    return [(n, m) for n, m in modules if (attributes_of(m).get("__file__") or "").startswith(below)]
+    modules = [
+        (name, module) for name in _maybe_of_projects if (module := loaded(name)) is not None
+    ]
+    return [
+        (n, m) for n, m in modules if (attributes_of(m).get("__file__") or "").startswith(below)
+    ]
 
 
 def loaded_as(project: str) -> dict[str, Any]:
@@ -90,7 +94,9 @@ def loaded_as(project: str) -> dict[str, Any]:
 
 def edited_modules(project: str) -> dict[str, types.ModuleType]:
     """Return the project's modules whose file was edited since this process imported it, by what messages call them."""
-    return {name_of_holder(module): module for name, module in _of_project(project) if is_edited(name)}
+    return {
+        name_of_holder(module): module for name, module in _of_project(project) if is_edited(name)
+    }
 
 
 def reader_of_module(module: types.ModuleType, project: str) -> Reading:
@@ -154,7 +160,9 @@ def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, An
 
 
 def _is_data(value: Any) -> bool:
-    if isinstance(value, _CODE) or hasattr(type(value), "__get__"):  # the notebook may have put it there
+    if isinstance(value, _CODE) or hasattr(
+        type(value), "__get__"
+    ):  # the notebook may have put it there
         parts = (value, *(getattr(value, name, None) for name in ("__func__", "fget", "func")))
         return any(getattr(part, "__module__", "") == "__main__" for part in parts)
     cls = type(value)
@@ -170,16 +178,28 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
     if any(any_module <= words for any_module in _ANY_MODULE):
         return {*modules}
     found: set[str] = set()
-    while new := {n for n in modules.keys() - found if n in named or words & {n, n.rpartition(".")[2]}}:
+    while new := {
+        n for n in modules.keys() - found if n in named or words & {n, n.rpartition(".")[2]}
+    }:
         found |= new
         for name in new:
             named = named | {name.rpartition(".")[0]}
             for _, value in _attributes(modules[name], name, ""):
                 method = isinstance(value, (classmethod, staticmethod))
-                code = value.__func__ if method else value.fget if isinstance(value, property) else value
-                words = words | (words_in(code.__code__) if isinstance(code, types.FunctionType) else set())
+                code = (
+                    value.__func__
+                    if method
+                    else value.fget
+                    if isinstance(value, property)
+                    else value
+                )
+                words = words | (
+                    words_in(code.__code__) if isinstance(code, types.FunctionType) else set()
+                )
                 is_module = isinstance(value, types.ModuleType)
-                named = named | {str(value.__name__ if is_module else getattr(value, "__module__", ""))}
+                named = named | {
+                    str(value.__name__ if is_module else getattr(value, "__module__", ""))
+                }
     return found
 
 
@@ -204,7 +224,9 @@ def holders(project: str, modules: Container[str] | None = None) -> dict[str, An
     found = {name_of_holder(one): one for one in _all()}
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
     listed = {name: holder for name, holder in found.items() if name in _listed}
-    with_data = [module for name, module in _of_project(project) if modules is None or name in modules]
+    with_data = [
+        module for name, module in _of_project(project) if modules is None or name in modules
+    ]
     for name in filter(loaded, _HOLDS):
         if name in _put or any(value is not None for value in data_of(sys.modules[name]).values()):
             with_data.append(sys.modules[name])
@@ -251,7 +273,9 @@ def _own_parts(holder: Any) -> dict[str, Any]:
     if not isinstance(holder, logging.Logger):
         return {"type_printers": _own_printers(holder)}
     both: dict[str, list[Any]] = {"handlers": holder.handlers, "filters": holder.filters}
-    return {name: [item for item in items if not _stays(holder, item)] for name, items in both.items()}
+    return {
+        name: [item for item in items if not _stays(holder, item)] for name, items in both.items()
+    }
 
 
 # ---------------------------------------------------------------- loggers

@@ -82,7 +82,9 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
     optimizer.__dict__.update(*state, **own)
     if step is not None:
         optimizer.step = step
-    if "_zero_grad_profile_name" in optimizer.__dict__:  # that method sets it; some wrappers never called it
+    if (
+        "_zero_grad_profile_name" in optimizer.__dict__
+    ):  # that method sets it; some wrappers never called it
         optimizer._patch_step_function()
     _rebuilt.add(optimizer)
 
@@ -157,7 +159,9 @@ def _read_references(references: Any) -> Reading:
 
 def _set_shared(references: Any, state: tuple[bool]) -> None:
     if state[0]:
-        references.referenced_blocks.append(weakref.ref(_set_shared))  # it stands for frames of the notebook
+        references.referenced_blocks.append(
+            weakref.ref(_set_shared)
+        )  # it stands for frames of the notebook
 
 
 # ---------------------------------------------------------------- traits: widgets
@@ -173,10 +177,15 @@ def _added_observers(value: Any) -> dict[Any, Any]:
     """Return who hears of changes of traits, but for the methods that the object's class says."""
     handler = sys.modules["traitlets"].EventHandler
     found = {
-        name: {kind: [one for one in ones if not isinstance(one, handler)] for kind, ones in kinds.items()}
+        name: {
+            kind: [one for one in ones if not isinstance(one, handler)]
+            for kind, ones in kinds.items()
+        }
         for name, kinds in value._trait_notifiers.items()
     }
-    left = {name: {kind: ones for kind, ones in kinds.items() if ones} for name, kinds in found.items()}
+    left = {
+        name: {kind: ones for kind, ones in kinds.items() if ones} for name, kinds in found.items()
+    }
     return {name: kinds for name, kinds in left.items() if kinds}
 
 
@@ -235,7 +244,11 @@ def join_devices(objects: list[Any]) -> None:
         for key, value in holder.items():
             if key == "step":  # of an optimizer: in host memory on purpose
                 continue
-            if isinstance(value, torch.Tensor) and id(value) not in known and value.device != device:
+            if (
+                isinstance(value, torch.Tensor)
+                and id(value) not in known
+                and value.device != device
+            ):
                 holder[key] = value.to(device)
 
     for value in objects:

@@ -90,15 +90,15 @@ class MemoryRange:
 
     address: int  # on its device; negative, and its storage's alone, where there is none of it
     nbytes: int
-    owner: (
-        Any  # keeps it alive: the storage, the root of the array views, or the stretch that it is a part of
-    )
+    owner: Any  # keeps it alive: the storage, the root of the array views, or the stretch that it is a part of
     locate: Callable[[], int] | None = None  # tells where the owner's memory is now
     device: str = "cpu"
     storage: Any = None  # over all of it
     buffer: memoryview | None = None
     spans: list[Span] = field(default_factory=list)  # the used parts
-    tensors: list[Any] = field(default_factory=list)  # on it: their version counters learn of a change
+    tensors: list[Any] = field(
+        default_factory=list
+    )  # on it: their version counters learn of a change
 
     def as_buffer(self) -> memoryview:
         """Return what arrays are made on, the same one each time: it is their base."""
@@ -163,7 +163,9 @@ class SentMemory:
     this process has them.
     """
 
-    def __init__(self, memories: Iterable[MemoryRange], known: Iterable[Place] = (), first: int = 0) -> None:
+    def __init__(
+        self, memories: Iterable[MemoryRange], known: Iterable[Place] = (), first: int = 0
+    ) -> None:
         self._known, self.first = sorted(known), first
         lacking = (m for m in memories if find_place(self._known, m.address, m.nbytes) is None)
         self._memories = [memory for memory in lacking if memory.nbytes]
@@ -185,7 +187,9 @@ class SentMemory:
             alignment = _PAGE if nbytes >= _PAGE else _SMALL_ALIGNMENT
             offset = -(-start // alignment) * alignment
             placed = [(memory, memory.address - base) for memory in group]
-            spans = merged([(at + low, at + high) for memory, at in placed for low, high in memory.spans])
+            spans = merged(
+                [(at + low, at + high) for memory, at in placed for low, high in memory.spans]
+            )
             storages = {(at, m.nbytes): m.storage for m, at in placed if m.storage is not None}
             self.regions.append(Region(offset, nbytes, device, spans))
             self.stretches[number] = Stretch(base, nbytes, group, device, storages, group, spans)
@@ -194,7 +198,9 @@ class SentMemory:
 
     def places(self) -> list[Place]:
         """Return where this process has the regions: those that the receiver knows, and those of the file."""
-        return sorted([*self._known, *(Place(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())])
+        return sorted(
+            [*self._known, *(Place(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())]
+        )
 
     def write(self, fd: int) -> None:
         """Write what is used of all memory; that of CUDA devices by way of host memory, one after the other."""
@@ -232,7 +238,9 @@ class Stretch:
 
     def is_there(self) -> bool:
         """Tell whether it is where it was; a storage can be resized, and an array."""
-        return all(memory.locate is None or memory.locate() == memory.address for memory in self.met) and all(
+        return all(
+            memory.locate is None or memory.locate() == memory.address for memory in self.met
+        ) and all(
             storage.data_ptr() == self.address + start
             for (start, nbytes), storage in self.storages.items()
             if nbytes and storage.device.type == "cpu"
@@ -254,7 +262,9 @@ class Stretch:
 
     def in_host_memory(self) -> tuple[int, Any]:
         """Return where its bytes are in host memory, and what keeps them there; a copy of what is on a device."""
-        copies = [storage.cpu() for storage in self.storages.values() if storage.device.type != "cpu"]
+        copies = [
+            storage.cpu() for storage in self.storages.values() if storage.device.type != "cpu"
+        ]
         return (copies[-1].data_ptr() if copies else self.address), copies
 
     def places(self, region: int) -> Iterator[Place]:
@@ -287,7 +297,9 @@ class Stretch:
         _read_at(fd, memoryview(data), patch.offset)
         storage = self.met[0].storage
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        whole[patch.start : patch.start + patch.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        whole[patch.start : patch.start + patch.nbytes].copy_(
+            torch.frombuffer(data, dtype=torch.uint8)
+        )
 
 
 class MemoryTable:
@@ -369,7 +381,9 @@ class MemorySnapshot:
     def __init__(self, stretches: dict[int, Stretch], before: MemorySnapshot | None = None) -> None:
         self._stretches = {n: stretch for n, stretch in stretches.items() if stretch.is_there()}
         spans = [
-            (n, stretch.address, span) for n, stretch in self._stretches.items() for span in stretch.spans
+            (n, stretch.address, span)
+            for n, stretch in self._stretches.items()
+            for span in stretch.spans
         ]
         large = [
             (address + start, address + end)
@@ -399,7 +413,9 @@ class MemorySnapshot:
             found[n] = [part for part, what in now[n].items() if self._read[n][part] != what]
             for inner in self._watched[n]:
                 written = _without(inner, unwritten)
-                found[n] += [(start - stretch.address, end - stretch.address) for start, end in written]
+                found[n] += [
+                    (start - stretch.address, end - stretch.address) for start, end in written
+                ]
         return found
 
 
@@ -419,7 +435,9 @@ def _without(span: Span, taken: list[Span]) -> list[Span]:
     return found
 
 
-def _checksums_of(stretches: dict[int, Stretch], spans: dict[int, list[Span]]) -> dict[int, dict[Span, Any]]:
+def _checksums_of(
+    stretches: dict[int, Stretch], spans: dict[int, list[Span]]
+) -> dict[int, dict[Span, Any]]:
     """Return the checksums of some spans of memory, by their parts."""
     found = {}
     for number, stretch in stretches.items():

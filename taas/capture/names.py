@@ -44,12 +44,20 @@ _NONE: _Names = frozenset()
 class Needs:
     """Names of the namespace that a cell needs."""
 
-    sure: set[str] = field(default_factory=set)  # read before they are bound, in a straight line at the top
+    sure: set[str] = field(
+        default_factory=set
+    )  # read before they are bound, in a straight line at the top
     maybe: set[str] = field(default_factory=set)  # possibly read before they are bound
-    bound: dict[str, frozenset[str]] = field(default_factory=dict)  # by name: surely bound when it is read
-    others: set[str] = field(default_factory=set)  # meant perhaps: the cell makes texts and looks them up
+    bound: dict[str, frozenset[str]] = field(
+        default_factory=dict
+    )  # by name: surely bound when it is read
+    others: set[str] = field(
+        default_factory=set
+    )  # meant perhaps: the cell makes texts and looks them up
     built: str = ""  # where it does so
-    words: set[str] = field(default_factory=set)  # names, attributes and magics that occur in the cell at all
+    words: set[str] = field(
+        default_factory=set
+    )  # names, attributes and magics that occur in the cell at all
     binds: set[str] | None = (
         None  # may be bound; None if any may be, as the code does not say (a star, ``exec``)
     )
@@ -77,7 +85,9 @@ class _Reader(ast.NodeVisitor):
         self._namespace = namespace
         self._unsure = 0  # blocks around, and places above that may have raised
         self._bound = _NONE  # surely, by now
-        self._later: dict[str, _Names] = {}  # what functions and classes of the cell read when they run
+        self._later: dict[
+            str, _Names
+        ] = {}  # what functions and classes of the cell read when they run
         self._texts = _Texts()
 
     def read(self, code: str) -> None:
@@ -93,7 +103,11 @@ class _Reader(ast.NodeVisitor):
                     self.needs.words.update((module, *module.split(".")))
                 case ast.Global(names=names):
                     self.touched.update(names)
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                ):
                     later.append((name, self._texts.inside(node)))
         for name, used in later:
             self._later[name] = self._later.get(name, _NONE).union(used)
@@ -106,7 +120,9 @@ class _Reader(ast.NodeVisitor):
         waiting = [*names]
         own = len(waiting)
         for number, name in enumerate(waiting):  # grows
-            self._need(name, sure=here and number < own and not self._unsure and name not in self.touched)
+            self._need(
+                name, sure=here and number < own and not self._unsure and name not in self.touched
+            )
             waiting += self._later.get(name, _NONE).difference(waiting)
 
     def _need(self, name: str, *, sure: bool) -> None:
@@ -117,7 +133,11 @@ class _Reader(ast.NodeVisitor):
         if name.startswith(ANY):
             needs.built = needs.built or name.removeprefix(ANY)
             needs.others |= users_names(namespace).keys() - self._bound
-        if name in namespace and name not in self._bound and not is_of_ipython(name, namespace[name]):
+        if (
+            name in namespace
+            and name not in self._bound
+            and not is_of_ipython(name, namespace[name])
+        ):
             (needs.sure if sure else needs.maybe).add(name)
             needs.bound[name] = self._bound & needs.bound.get(name, self._bound)
 
@@ -315,7 +335,9 @@ class _Reader(ast.NodeVisitor):
             self._bound &= before
         self._bound, self.touched = before, touched
         if node.decorator_list or node.keywords:
-            self._use(self._later[node.name])  # a decorator or a metaclass may call its methods at once
+            self._use(
+                self._later[node.name]
+            )  # a decorator or a metaclass may call its methods at once
         self._bind(node.name)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
@@ -323,7 +345,9 @@ class _Reader(ast.NodeVisitor):
         self.visit(node.args)
         self._expression_with_scope(node)
 
-    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+    def visit_ListComp(
+        self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+    ) -> None:
         """Read a comprehension: only its first iterable is read in the scope around it."""
         self.visit(node.generators[0].iter)
         self._expression_with_scope(node)
@@ -372,7 +396,9 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
     """Return what functions and classes in a code read when they, or their methods, run."""
     found: dict[str, _Names] = {}
     for inner in codes_in(code):
-        is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<generic")
+        is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith(
+            "<generic"
+        )
         methods = {} if is_function else _later_in(inner)
         used = global_names(inner) if is_function else _NONE.union(*methods.values())
         for name, names in (*methods.items(), (inner.co_name, used)):
@@ -399,7 +425,9 @@ def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
             )
         elif isinstance(value, type):
             found |= (
-                names_of(value) | _words_in_annotations(value) if value.__module__ == "__main__" else set()
+                names_of(value) | _words_in_annotations(value)
+                if value.__module__ == "__main__"
+                else set()
             )
         else:
             classes = (type(part) for part in getattr(value, "__dict__", {}).values())
@@ -409,7 +437,9 @@ def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
 
 def _uses_names(cls: type) -> bool:
     """Tell whether objects of a class are code, or may pickle others by themselves (``torch.save`` in ``__getstate__``)."""
-    own = cls.__module__ == "__main__" and not (keeps_pickling_of_object(cls) and keeps_state_of_object(cls))
+    own = cls.__module__ == "__main__" and not (
+        keeps_pickling_of_object(cls) and keeps_state_of_object(cls)
+    )
     return own or issubclass(cls, (type, types.FunctionType))
 
 
@@ -483,7 +513,9 @@ class _Texts:
 def _names_in_call(node: ast.Call, name: str) -> set[str]:
     """Return the names in what is given to a function that runs, or looks through, texts."""
     first = _text_of(node.args[0]) if node.args else ""
-    runs = name in _RUN_TEXT and (isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func))
+    runs = name in _RUN_TEXT and (
+        isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func)
+    )
     if first in _LIST_NAMES or (runs and first is None):
         return {_any_name(node)}
     return _words_in(node)
@@ -496,7 +528,9 @@ def _text_of(node: ast.AST) -> str | None:
 def _looked_up(node: ast.AST) -> tuple[ast.AST | None, str | None]:
     """Return what code looks something up in, if it looks up one thing, and by which text: None for one that it makes."""
     match node:
-        case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if name != "__dict__":
+        case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if (
+            name != "__dict__"
+        ):
             return where, name  # __main__.x
         case ast.Subscript(value=where, slice=text) | ast.Compare(left=text, comparators=[where]):
             return where, _text_of(text)
@@ -519,9 +553,19 @@ def _stands_for_all(node: ast.AST, *, inside: bool) -> bool:
 def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
     """Return method and texts of what IPython makes of ``%magic`` and ``!command``."""
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)):
-            texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            return (method, texts) if method in _MAGICS and texts and len(texts) == len(node.args) else None
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)
+        ):
+            texts = [
+                a.value
+                for a in node.args
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            ]
+            return (
+                (method, texts)
+                if method in _MAGICS and texts and len(texts) == len(node.args)
+                else None
+            )
     return None
 
 
@@ -554,7 +598,9 @@ def _names_in_text(text: str, line: int, unknown: str) -> frozenset[str]:
     with contextlib.suppress(SyntaxError):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, _FUNCTION):
-                first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
+                first = min(
+                    (d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno
+                )
                 if first == line:
                     return _Texts().inside(node)
     return frozenset({unknown})

@@ -206,7 +206,10 @@ class Payload:
         begin = len(_MAGIC) + _LEAD.size
         end = begin + self.header.contents
         try:  # only this part: a region that cannot be mapped is no reason to lose the others
-            with mmap.mmap(fd, end, mmap.MAP_PRIVATE, mmap.PROT_READ) as file, memoryview(file) as whole:
+            with (
+                mmap.mmap(fd, end, mmap.MAP_PRIVATE, mmap.PROT_READ) as file,
+                memoryview(file) as whole,
+            ):
                 self.contents: dict[str, Any] = pickle.loads(whole[begin:end])
         except (MemoryError, OSError) as error:
             raise _not_mapped(end) from error
@@ -276,4 +279,8 @@ def _device_for(sent: str, device: str) -> str:
     """Return where memory goes that the notebook has on a CUDA device; its own, in a process that takes all of them."""
     if device != "cuda":
         return device
-    return sent if int(sent.partition(":")[2] or 0) < sys.modules["torch"].cuda.device_count() else "cuda:0"
+    return (
+        sent
+        if int(sent.partition(":")[2] or 0) < sys.modules["torch"].cuda.device_count()
+        else "cuda:0"
+    )

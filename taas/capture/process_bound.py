@@ -63,7 +63,9 @@ def with_shared(cls: type, reader: _ReaderOf, is_of_project: Callable[[str], boo
     if not cls.__dictoffset__:
         return reader
     dicts = _dicts_of(cls)
-    dicts = tuple((b, n) for b, n in dicts if b.__module__ != "__main__" and not is_of_project(b.__module__))
+    dicts = tuple(
+        (b, n) for b, n in dicts if b.__module__ != "__main__" and not is_of_project(b.__module__)
+    )
     if not dicts:
         return reader
 
@@ -80,7 +82,9 @@ def with_shared(cls: type, reader: _ReaderOf, is_of_project: Callable[[str], boo
 def _read_shared(value: Any, base: type, name: str) -> Reading:
     found_out = libraries.found_out_by(type(value))
     told = {key: item for key, item in value.__dict__.items() if key not in found_out}
-    return Reading(_tie, (type(value), base, name), _set_shared, (told, libraries.needed_beside(value)))
+    return Reading(
+        _tie, (type(value), base, name), _set_shared, (told, libraries.needed_beside(value))
+    )
 
 
 def _tie(cls: type, base: type, name: str) -> Any:
@@ -178,7 +182,9 @@ def remember_shares(values: Iterable[Any], size: int) -> None:
             _from_ranks[id(value)] = weakref.ref(value)
 
 
-def named_shares(names: Iterable[str], namespace: dict[str, Any], heap: Any, size: int) -> list[str]:
+def named_shares(
+    names: Iterable[str], namespace: dict[str, Any], heap: Any, size: int
+) -> list[str]:
     """In a notebook: return the names of loaders, samplers and streams that are, or use, rank 0's share of ``size``."""
     found = []
     for name in names:
@@ -238,7 +244,9 @@ def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, A
     for key in [key for key, one in _unwrapped.items() if one.module() is None]:
         del _unwrapped[key]
     for owner, module, wrapper in found:
-        if not type(module).__weakrefoffset__ or (owner is not None and not type(owner).__weakrefoffset__):
+        if not type(module).__weakrefoffset__ or (
+            owner is not None and not type(owner).__weakrefoffset__
+        ):
             continue
         held = None if owner is None else weakref.ref(owner)
         _unwrapped[id(owner), id(module)] = Unwrapped(held, weakref.ref(module), wrapper)
@@ -276,7 +284,9 @@ def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set
     return found
 
 
-def surely_read(sure: Collection[str], roots: dict[str, int], heap: Any, words: Collection[str]) -> set[str]:
+def surely_read(
+    sure: Collection[str], roots: dict[str, int], heap: Any, words: Collection[str]
+) -> set[str]:
     """Return the names that a cell surely needs, with what functions under them read.
 
     ``words`` are those of the code that runs: functions and methods that it does not name are not asked.
@@ -286,7 +296,9 @@ def surely_read(sure: Collection[str], roots: dict[str, int], heap: Any, words: 
         if name not in roots:
             continue
         objects = [heap.objects[n] for n in heap.reached([roots[name]])]
-        functions = [one for one in objects if isinstance(one, types.FunctionType) and one.__name__ in words]
+        functions = [
+            one for one in objects if isinstance(one, types.FunctionType) and one.__name__ in words
+        ]
         for function in functions:
             if function.__globals__ is heap.reader.namespace:
                 new = global_names(function.__code__) - found
@@ -301,7 +313,9 @@ class Wrapping:
     ``words_of_functions`` are those of the functions that a cell has run.
     """
 
-    def __init__(self, cell: str, words_of_functions: Collection[str], namespace: dict[str, Any]) -> None:
+    def __init__(
+        self, cell: str, words_of_functions: Collection[str], namespace: dict[str, Any]
+    ) -> None:
         self._namespace = namespace
         tree = ast.parse(python_of(cell))
         words = {*words_of_functions}.union(*(_words_of_node(node) for node in ast.walk(tree)))
@@ -312,7 +326,10 @@ class Wrapping:
         elsewhere = (_words_of_node(node) for node in ast.walk(tree) if id(node) not in said)
         self._of_any = self.any and self._is_wrapping({*words_of_functions}.union(*elsewhere))
         self._mentioned = {
-            word for call in wrapping for part in _given_to(call) for word in self._words_meant(part)
+            word
+            for call in wrapping
+            for part in _given_to(call)
+            for word in self._words_meant(part)
         }
         self._follow(tree)
 
@@ -407,7 +424,9 @@ class Fit(NamedTuple):
     """How what travels fits a run."""
 
     lines: list[str]  # for the user
-    useless: dict[str, str]  # what has a part with which ranks can do nothing, by name: which part, and why
+    useless: dict[
+        str, str
+    ]  # what has a part with which ranks can do nothing, by name: which part, and why
     wraps: bool  # modules are wrapped again, by the cell or by an object that it has
     again: list[Again]  # what is wrapped again before the cell runs
 
@@ -426,7 +445,9 @@ def fit_of(
     code that runs, and ``wrapping`` says what of modules it wraps.
     """
     reached = heap.reached(roots.values())
-    opaque = {n for n in reached if id(heap.objects[n]) in delivered or libraries.renews(heap.objects[n])}
+    opaque = {
+        n for n in reached if id(heap.objects[n]) in delivered or libraries.renews(heap.objects[n])
+    }
     inside = heap.reached(roots.values(), opaque)
     wrapped = wrapping.any or any(libraries.renews(heap.objects[n]) for n in opaque)
     fit = Fit([], {}, wrapped, [])
@@ -450,7 +471,9 @@ def fit_of(
         if of != size:
             of_others.setdefault(of, set()).add(heap.number[id(value)])
     for of, numbers in of_others.items():
-        names = [name for name in _names_with(numbers, heap, roots, opaque) if name not in fit.useless]
+        names = [
+            name for name in _names_with(numbers, heap, roots, opaque) if name not in fit.useless
+        ]
         if names:
             is_one = len(names) == 1
             fit.lines.append(
@@ -465,7 +488,9 @@ def fit_of(
         done = {one.module for one in fit.again}
         for n, path, why in _without_wrapper(heap, roots, inside, opaque, wrapping):
             if n not in done and n in known and trains:
-                fit.useless.update(dict.fromkeys(_names_with({n}, heap, roots, opaque), f"{path} {why}"))
+                fit.useless.update(
+                    dict.fromkeys(_names_with({n}, heap, roots, opaque), f"{path} {why}")
+                )
             elif n not in done:
                 fit.lines.append(f"{path} {why}")
     return fit
@@ -501,9 +526,13 @@ def _wrapped_again(
             yield Again(by, n, names)
 
 
-def _names_with(numbers: set[int], heap: Any, roots: dict[str, int], but: Container[int] = ()) -> list[str]:
+def _names_with(
+    numbers: set[int], heap: Any, roots: dict[str, int], but: Container[int] = ()
+) -> list[str]:
     """Return the names under which any of some objects is."""
-    return [name for name, n in roots.items() if not numbers.isdisjoint({n} | heap.reached([n], but))]
+    return [
+        name for name, n in roots.items() if not numbers.isdisjoint({n} | heap.reached([n], but))
+    ]
 
 
 def _without_wrapper(
@@ -516,11 +545,16 @@ def _without_wrapper(
         for value, wrapper in unwrapped_among(ids)
     ]
     missing += [
-        (model, "was prepared by accelerate for one process: call prepare again in this cell to train it.")
+        (
+            model,
+            "was prepared by accelerate for one process: call prepare again in this cell to train it.",
+        )
         for model in libraries.prepared_models([heap.objects[n] for n in inside])
     ]
     for value, why in missing:
         n = heap.number[id(value)]
         found = heap.way_to({n}, roots)
-        if found is not None and not any(map(wrapping.may_wrap, _names_with({n}, heap, roots, opaque))):
+        if found is not None and not any(
+            map(wrapping.may_wrap, _names_with({n}, heap, roots, opaque))
+        ):
             yield n, found[0], why

@@ -60,7 +60,11 @@ def needed_beside(value: Any) -> Any:
     Prepared loaders ask accelerate's state, and do not hold it.
     """
     state = loaded("accelerate.state")
-    if state is None or type(value) is not state.GradientState or not state.AcceleratorState._shared_state:
+    if (
+        state is None
+        or type(value) is not state.GradientState
+        or not state.AcceleratorState._shared_state
+    ):
         return None
     if not _state_of_process:
         made = object.__new__(state.AcceleratorState)
@@ -89,16 +93,20 @@ def bound_reader(cls: Any) -> _ReaderOf | None:
     """Return what reads objects of a class that remember their process; None for any other class."""
     if issubclass(cls, _classes("accelerate.data_loader.DataLoaderAdapter")):
         return lambda loader: _read_without(loader, ("device",))
-    if issubclass(cls, _classes("transformers.training_args.TrainingArguments")) and keeps_state_of_object(
-        cls
-    ):
+    if issubclass(
+        cls, _classes("transformers.training_args.TrainingArguments")
+    ) and keeps_state_of_object(cls):
         return lambda value: _read_without(value, _OF_ARGUMENTS)
     if issubclass(cls, _classes("fabric.wrappers._FabricDataLoader")):
         return _read_fabrics_loader
     if issubclass(cls, _classes("accelerate.utils.operations.ConvertOutputsToFp32")):
         return read_plain  # a part of a prepared model, which refuses to be pickled
     nets = _classes("skorch.net.NeuralNet")
-    return read_plain if nets and issubclass(cls, nets) and cls.__getstate__ is nets[0].__getstate__ else None
+    return (
+        read_plain
+        if nets and issubclass(cls, nets) and cls.__getstate__ is nets[0].__getstate__
+        else None
+    )
 
 
 def _read_without(value: Any, left: tuple[str, ...]) -> Reading:
@@ -167,7 +175,11 @@ def _settle_states(
     if state.AcceleratorState in settings:
         known = inspect.signature(state.AcceleratorState).parameters
         said = {name: item for name, item in own.items() if name in known}
-        said |= {"mixed_precision": own.get("_mixed_precision"), "cpu": on_cpu, "_from_accelerator": True}
+        said |= {
+            "mixed_precision": own.get("_mixed_precision"),
+            "cpu": on_cpu,
+            "_from_accelerator": True,
+        }
         state.AcceleratorState(**said)
         state.AcceleratorState._shared_state.update(own)
     if state.GradientState in settings:
@@ -218,12 +230,16 @@ def _settle_accelerator(accelerator: Any, size: int | None) -> None:
         return
     if size > 1:
         wrapper = loaded("torch.nn.parallel").DistributedDataParallel
-        accelerator._models[:] = [model for model in accelerator._models if isinstance(model, wrapper)]
+        accelerator._models[:] = [
+            model for model in accelerator._models if isinstance(model, wrapper)
+        ]
     if accelerator.scaler is not None or accelerator.native_amp:
         return
     with _unchanged_states():
         handlers = [accelerator.scaler_handler] if accelerator.scaler_handler is not None else None
-        twin = type(accelerator)(mixed_precision=accelerator.mixed_precision, kwargs_handlers=handlers)
+        twin = type(accelerator)(
+            mixed_precision=accelerator.mixed_precision, kwargs_handlers=handlers
+        )
     accelerator.scaler, accelerator.native_amp = twin.scaler, twin.native_amp
 
 
@@ -307,10 +323,15 @@ def wraps(words: Collection[str]) -> bool:
     """Tell whether code with these words has a library wrap modules again."""
     if "Trainer" in words or "Learner" in words:
         return True
-    return not {"setup", "setup_module"}.isdisjoint(words) and bool(_classes("fabric.fabric.Fabric"))
+    return not {"setup", "setup_module"}.isdisjoint(words) and bool(
+        _classes("fabric.fabric.Fabric")
+    )
 
 
-_TRAINERS = ("lightning.pytorch.trainer.trainer.Trainer", "pytorch_lightning.trainer.trainer.Trainer")
+_TRAINERS = (
+    "lightning.pytorch.trainer.trainer.Trainer",
+    "pytorch_lightning.trainer.trainer.Trainer",
+)
 _RENEW = (
     "transformers.trainer.Trainer",
     "accelerate.accelerator.Accelerator",
@@ -359,9 +380,16 @@ def misfit(value: Any, size: int, words: Collection[str]) -> tuple[str, str] | N
     """
     if of_kind("accelerate.data_loader.DataLoaderShard", [value]):
         undivided = size > 1 and "prepare" not in words and not _is_divided(value)
-        return ("was prepared by accelerate for one process", "call prepare again") if undivided else None
+        return (
+            ("was prepared by accelerate for one process", "call prepare again")
+            if undivided
+            else None
+        )
     if of_kind("fabric.fabric.Fabric", [value]) and (of := _processes_of(value._strategy)) != size:
-        return f"is a Fabric for {of} processes" if of > 1 else "is a Fabric for one process", "make it"
+        return (
+            f"is a Fabric for {of} processes" if of > 1 else "is a Fabric for one process",
+            "make it",
+        )
     if size > 1 and not _TRAINS.isdisjoint(words) and is_lone_trainer(value):
         return "is a Trainer for one process", "make it"
     if of_kind("torch.distributed.optim.ZeroRedundancyOptimizer", [value]):

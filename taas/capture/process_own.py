@@ -12,7 +12,11 @@ from typing import Any, NoReturn
 
 _DISTRIBUTED = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
 _KINDS = {
-    *((module, name) for module in _DISTRIBUTED for name in ("ProcessGroup", "Backend", "Work", "Store")),
+    *(
+        (module, name)
+        for module in _DISTRIBUTED
+        for name in ("ProcessGroup", "Backend", "Work", "Store")
+    ),
     ("torch.distributed.device_mesh", "DeviceMesh"),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
     *(
@@ -62,7 +66,9 @@ def keep_own(holder: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     for name, part in getattr(holder, "__dict__", {}).items():
         if name in told:
             continue
-        if (id(holder), name) in left_attributes or holds(part, lambda one: is_of_process(type(one))):
+        if (id(holder), name) in left_attributes or holds(
+            part, lambda one: is_of_process(type(one))
+        ):
             kept[name] = part
             left_attributes[id(holder), name] = holder, part
     return kept

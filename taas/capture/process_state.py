@@ -45,7 +45,11 @@ _OF_LAUNCHERS = ("--local_rank=", "--local-rank=")
 def _told(sent: Any, before: Any, now: Any) -> Any:
     """Return what is told of a change (docs of :class:`Row`), of a row that a notebook ``sent``."""
     if isinstance(now, dict):
-        new = {name: value for name, value in now.items() if name not in before or before[name] != value}
+        new = {
+            name: value
+            for name, value in now.items()
+            if name not in before or before[name] != value
+        }
         return new | {name: None for name in before if name not in now}
     if not isinstance(now, list):
         return now
@@ -93,7 +97,10 @@ def _put_arguments(sys: Any, told: list[str]) -> None:
 
 def _put_arguments_of_rank(sys: Any, told: list[str]) -> None:
     """Put the notebook's arguments before that of a launcher, which is the rank's own."""
-    sys.argv = [*told, *(argument for argument in sys.argv[1:] if argument.startswith(_OF_LAUNCHERS))]
+    sys.argv = [
+        *told,
+        *(argument for argument in sys.argv[1:] if argument.startswith(_OF_LAUNCHERS)),
+    ]
 
 
 def _working_directory(_: ModuleType) -> str | None:
@@ -117,7 +124,9 @@ class Row(NamedTuple):
     only_back: bool = False  # it stays as ranks have it
 
 
-def _options(name: str, library: str, take: Callable[[Any], Any], put: Callable[[Any, str, Any], Any]) -> Row:
+def _options(
+    name: str, library: str, take: Callable[[Any], Any], put: Callable[[Any, str, Any], Any]
+) -> Row:
     """Return a row of many settings, of which those are put that differ."""
 
     def put_all(module: Any, told: dict[str, Any]) -> None:
@@ -150,7 +159,9 @@ _NOT_OF_RANKS = ("backend", "toolbar", "webagg", "tk.", "macosx", "savefig.direc
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
+    return isinstance(value, _PLAIN) or (
+        isinstance(value, (list, tuple)) and all(map(_is_plain, value))
+    )
 
 
 def _pandas_options(pandas: Any) -> dict[str, Any]:
@@ -164,7 +175,9 @@ def _pandas_options(pandas: Any) -> dict[str, Any]:
 
 
 def _plot_settings(matplotlib: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {name: dict.get(matplotlib.rcParams, name) for name in matplotlib.rcParams}
+    found: dict[str, Any] = {
+        name: dict.get(matplotlib.rcParams, name) for name in matplotlib.rcParams
+    }
     cycle = found.pop("axes.prop_cycle")
     plain = {n: v for n, v in found.items() if not n.startswith(_NOT_OF_RANKS) and _is_plain(v)}
     return {**plain, "axes.prop_cycle": tuple(cycle)}
@@ -235,12 +248,15 @@ def _limit_of_files(_: ModuleType) -> tuple[int, str]:
 def _put_limit_of_files(_: ModuleType, told: tuple[int, str]) -> None:
     """Set how many files may be open, as far as this process may; another machine's own limit is not lowered by it."""
     here, hard = (
-        math.inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE)
+        math.inf if n == resource.RLIM_INFINITY else n
+        for n in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
     wanted, machine = math.inf if told[0] == resource.RLIM_INFINITY else told[0], told[1]
     if machine != _machine():
         wanted = max(wanted, here)
-    soft, hard = (int(n) if n < math.inf else resource.RLIM_INFINITY for n in (min(wanted, hard), hard))
+    soft, hard = (
+        int(n) if n < math.inf else resource.RLIM_INFINITY for n in (min(wanted, hard), hard)
+    )
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -283,7 +299,10 @@ def _put_log_levels(_: Any, told: dict[str, Any]) -> None:
 
 def _warning_filters(_: Any) -> list[Any]:
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    return [(action, text, (c.__module__, c.__qualname__), *place) for action, text, c, *place in filters]
+    return [
+        (action, text, (c.__module__, c.__qualname__), *place)
+        for action, text, c, *place in filters
+    ]
 
 
 def _put_warning_filters(told: list[Any], *, rank: bool) -> None:
@@ -314,8 +333,12 @@ def _settings_of_compiler(config: Any) -> dict[str, Any]:
 
     ``disable`` is what a rehearsal says itself.
     """
-    changed = {name: getattr(config, name) for name in config._config if not config._is_default(name)}
-    return {name: (value,) for name, value in changed.items() if name != "disable" and _is_plain(value)}
+    changed = {
+        name: getattr(config, name) for name in config._config if not config._is_default(name)
+    }
+    return {
+        name: (value,) for name, value in changed.items() if name != "disable" and _is_plain(value)
+    }
 
 
 def _put_setting_of_compiler(config: Any, name: str, told: tuple[Any] | None) -> None:
@@ -451,14 +474,20 @@ def _loaded(library: str) -> ModuleType | None:
 
 
 def _take(table: Iterable[Row]) -> dict[str, Any]:
-    found = {row.name: row.take(module) for row in table if (module := _loaded(row.library)) is not None}
+    found = {
+        row.name: row.take(module) for row in table if (module := _loaded(row.library)) is not None
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
 def of_notebook() -> dict[str, Any]:
     """Return the notebook's state, for :class:`ProcessState`."""
     state = _take(row for row in table() if not row.only_back)
-    first = {name: value for name, value in inherited_variables().items() if not is_a_ranks_own(name, value)}
+    first = {
+        name: value
+        for name, value in inherited_variables().items()
+        if not is_a_ranks_own(name, value)
+    }
     state["environment"] = _told(None, first, state["environment"])
     if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
@@ -493,7 +522,10 @@ class ProcessState:
         """Return what is different now, for :func:`put`."""
         before = self._before
         new = {name: now for name, now in _take(self._table).items() if now != before.get(name)}
-        told = {n: _told(self._sent.get(n), before[n], now) if n in before else now for n, now in new.items()}
+        told = {
+            n: _told(self._sent.get(n), before[n], now) if n in before else now
+            for n, now in new.items()
+        }
         self.stayed = take_out_of_processes(told.get("environment", {}), self._marked)
         return told
 

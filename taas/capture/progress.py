@@ -57,7 +57,10 @@ def _is_widget(bar: Any) -> bool:
 
 def _lengths(printer: Any) -> list[int] | None:
     """Return the list in which a printer of ``tqdm.status_printer`` has the length of its last line; None for another one."""
-    if not isinstance(printer, types.FunctionType) or "last_len" not in printer.__code__.co_freevars:
+    if (
+        not isinstance(printer, types.FunctionType)
+        or "last_len" not in printer.__code__.co_freevars
+    ):
         return None
     cells = dict(zip(printer.__code__.co_freevars, printer.__closure__ or (), strict=True))
     lengths: list[int] = cells["last_len"].cell_contents
@@ -121,7 +124,9 @@ def _optimizers_at(addresses: dict[int, Any]) -> list[Any]:
     if not addresses:
         return []
     kind = sys.modules["torch.optim"].Optimizer
-    there = [one for one in gc.get_objects() if id(one) in addresses and issubclass(type(one), kind)]
+    there = [
+        one for one in gc.get_objects() if id(one) in addresses and issubclass(type(one), kind)
+    ]
     return sorted(there, key=lambda one: [*addresses].index(id(one)))
 
 

@@ -43,7 +43,9 @@ def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
                 _known[name] = namespace[name], len(namespace.get("In", ()))
 
 
-def rank_values(namespace: dict[str, Any], binds: Callable[[str], set[str] | None]) -> Iterator[str]:
+def rank_values(
+    namespace: dict[str, Any], binds: Callable[[str], set[str] | None]
+) -> Iterator[str]:
     """Yield the names whose value is rank 0's still; ``binds`` tells what a cell may bind, None for any name."""
     for name, (value, cells) in [*_known.items()]:
         since = [_bound_by(cell, binds) for cell in namespace.get("In", ())[cells:-1]]
@@ -112,7 +114,9 @@ def _words_of(node: ast.AST, *, but_arguments: bool = False) -> set[str]:
         match part:
             case ast.Name(id=word) | ast.Attribute(attr=word) | ast.Constant(value=str(word)):
                 found.add(word)
-            case ast.Call(func=function) if but_arguments and _words_of(function).isdisjoint(_CHOOSE):
+            case ast.Call(func=function) if but_arguments and _words_of(function).isdisjoint(
+                _CHOOSE
+            ):
                 waiting.append(function)
                 continue
         waiting += ast.iter_child_nodes(part)
@@ -140,5 +144,7 @@ def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[list[str], ast.expr
 
 def _names_in(target: ast.expr) -> list[str]:
     return [
-        node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        node.id
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     ]

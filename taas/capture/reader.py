@@ -65,7 +65,9 @@ class Reader:
     It notes the ``modules`` that something was found in.
     """
 
-    def __init__(self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False) -> None:
+    def __init__(
+        self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False
+    ) -> None:
         self.namespace, self._project, self._unwrap = namespace, project, unwrap
         self.modules: set[str] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
@@ -104,7 +106,9 @@ class Reader:
         if getattr(cls, "__taas_stays__", False):
             return self._by_protocol
         if delivers(cls):
-            return lambda value: read_reduced(value, reduce_registered(value) or value.__reduce_ex__(4))
+            return lambda value: read_reduced(
+                value, reduce_registered(value) or value.__reduce_ex__(4)
+            )
         if self._unwrap and is_wrapper(cls):
             return lambda wrapper: Reading(itself, (wrapper.module,))
         with_memory = tensor_reader(cls) or array_reader(cls)
@@ -118,7 +122,11 @@ class Reader:
             self._asked.add(cls)
         reader = with_shared(cls, reader, self._is_of_project)
         module = cls.__module__
-        if module not in sys.modules or module in ("__main__", "builtins") or issubclass(cls, enum.Enum):
+        if (
+            module not in sys.modules
+            or module in ("__main__", "builtins")
+            or issubclass(cls, enum.Enum)
+        ):
             return reader
 
         def read(value: Any) -> Reading | None:
@@ -149,7 +157,9 @@ class Reader:
     def _reader_of_object(self, cls: Any) -> _ReaderOf:
         if cls in self._table:
             return self._by_protocol
-        reader = bound_reader(cls) or container_reader(cls) or library_reader(cls, answers=self._unwrap)
+        reader = (
+            bound_reader(cls) or container_reader(cls) or library_reader(cls, answers=self._unwrap)
+        )
         if reader is not None:
             return reader
         if issubclass(cls, BaseException) and not isinstance(cls.__reduce__, types.FunctionType):
@@ -169,7 +179,9 @@ class Reader:
 
     def _by_protocol(self, value: Any) -> Reading | None:
         reducer = self._table.get(type(value))
-        return read_reduced(value, reducer(value) if reducer is not None else value.__reduce_ex__(4))
+        return read_reduced(
+            value, reducer(value) if reducer is not None else value.__reduce_ex__(4)
+        )
 
     def _module(self, module: types.ModuleType) -> Reading | None:
         self.modules.add(module.__name__)
@@ -211,7 +223,9 @@ def is_wrapper(cls: type) -> bool:
     if getattr(cls, "__taas_unwrap__", False):
         return True
     parallel = loaded("torch.nn.parallel")
-    return parallel is not None and issubclass(cls, (parallel.DistributedDataParallel, parallel.DataParallel))
+    return parallel is not None and issubclass(
+        cls, (parallel.DistributedDataParallel, parallel.DataParallel)
+    )
 
 
 def holds_shards(value: Any) -> bool:

@@ -110,7 +110,9 @@ def make_plain(cls: Any) -> Any:
     """Make an empty object, a library's by its ``__new__``: that may set up what its methods need. The notebook's has run already."""
     if cls.__new__ is object.__new__:
         return object.__new__(cls)
-    makers = (base for base in cls.__mro__ if "__new__" in vars(base) and base.__module__ != "__main__")
+    makers = (
+        base for base in cls.__mro__ if "__new__" in vars(base) and base.__module__ != "__main__"
+    )
     by: Any = next(base for base in makers if not may_be_of_project(base.__module__))
     try:
         return by.__new__(cls)
@@ -151,7 +153,12 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
     constructor, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
     new = constructor is copyreg.__newobj__ and len(arguments) == 1  # type: ignore[attr-defined]
     changer = (turn_into if new else become) if is_only_python(type(value)) else None
-    if changer is turn_into and items is None and pairs is None and keeps_state_of_object(type(value)):
+    if (
+        changer is turn_into
+        and items is None
+        and pairs is None
+        and keeps_state_of_object(type(value))
+    ):
         return Reading(constructor, arguments, set_insides, read_insides(value), changer)
     if state is None and items is None and pairs is None:
         return Reading(constructor, arguments, changer=changer)
@@ -212,7 +219,9 @@ class MissingModule(types.ModuleType):
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        raise ModuleNotFoundError(f"module {self.__name__!r} could not be imported here: {self.reason}")
+        raise ModuleNotFoundError(
+            f"module {self.__name__!r} could not be imported here: {self.reason}"
+        )
 
 
 def import_or_stand_in(name: str) -> types.ModuleType:
@@ -413,7 +422,9 @@ FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRand
 def read_file(file: Any) -> Reading | None:
     """Read a closed file; standard output and error output go by their names, and open ones not at all."""
     if file.closed:
-        settings = (file.encoding, file.errors) if isinstance(file, io.TextIOWrapper) else (None, None)
+        settings = (
+            (file.encoding, file.errors) if isinstance(file, io.TextIOWrapper) else (None, None)
+        )
         buffering = 0 if isinstance(file, io.FileIO) else -1
         mode = getattr(file, "mode", "r" if isinstance(file, io.TextIOWrapper) else "rb")
         return Reading(_closed_file, (getattr(file, "name", None), mode, buffering, *settings))
@@ -422,7 +433,9 @@ def read_file(file: Any) -> Reading | None:
     return None
 
 
-def _closed_file(name: Any, mode: str, buffering: int, encoding: str | None, errors: str | None) -> Any:
+def _closed_file(
+    name: Any, mode: str, buffering: int, encoding: str | None, errors: str | None
+) -> Any:
     """Return a closed file, without looking for anything that its name may mean here."""
     file: Any = open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors)  # noqa: PTH123, SIM115
     with file:

@@ -96,7 +96,9 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
 
 def _failed(cell: SetupCell, error: Exception) -> CaptureError:
     lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == cell.file
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == cell.file
     ]
     where = f", in its line {lines[0]}" if lines else ""
     return CaptureError(

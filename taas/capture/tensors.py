@@ -32,7 +32,10 @@ ONLY_A_SHARD = (
     "rank 0 has only a shard of it. Gather it in the cell, in all ranks: tensor.full_tensor(), or for a model "
     "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
 )
-_SHARDED = {"torch.distributed.tensor.DTensor", "torch.distributed._shard.sharded_tensor.api.ShardedTensor"}
+_SHARDED = {
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+}
 
 
 def is_tensor(value: Any) -> bool:
@@ -73,7 +76,11 @@ def content_of(value: Any) -> Reading | None:
 
 def _copy_of_tensor(tensor: torch.Tensor) -> Reading | None:
     torch = sys.modules["torch"]
-    if type(tensor) is not torch.Tensor or storage_of(tensor) is None or tensor.device.type != "cpu":
+    if (
+        type(tensor) is not torch.Tensor
+        or storage_of(tensor) is None
+        or tensor.device.type != "cpu"
+    ):
         return None
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return Reading(_make_copy, (tensor.dtype, tuple(tensor.shape), data.numpy().tobytes()))
@@ -99,7 +106,10 @@ def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
         return _read_storage
     if is_sharded(cls):
         return lambda tensor: Reading(_make_whole, _parts_of_whole(tensor))
-    if not issubclass(cls, torch.Tensor) or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if (
+        not issubclass(cls, torch.Tensor)
+        or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    ):
         return None
     keeps = cls.__reduce_ex__ in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
     return _read_tensor if keeps else _read_other_tensor
@@ -111,7 +121,9 @@ def _read_tensor(tensor: torch.Tensor) -> Reading | None:
         if (storage := storage_of(tensor)) is None:
             return _read_other_tensor(tensor)
         if hasattr(tensor, "_fsdp_flattened") or hasattr(tensor._base, "_fsdp_flattened"):
-            raise pickle.PicklingError(ONLY_A_SHARD)  # FSDP1 has put it in a parameter's place, or nothing
+            raise pickle.PicklingError(
+                ONLY_A_SHARD
+            )  # FSDP1 has put it in a parameter's place, or nothing
         memory = memory_of_storage(storage)
         memory.spans.append(span_of(tensor))
         memory.tensors.append(tensor)
@@ -126,7 +138,9 @@ def _read_other_tensor(tensor: torch.Tensor) -> Reading | None:
         made: Any = tensor.__reduce_ex__(4)
         if len(made) > 2:
             return read_reduced(tensor, made)
-        return Reading(_make_other, (type(tensor), made[0], made[1]), *_state(tensor), _change_other)
+        return Reading(
+            _make_other, (type(tensor), made[0], made[1]), *_state(tensor), _change_other
+        )
 
 
 def _state(tensor: torch.Tensor) -> tuple[Callable[..., None], Any]:
@@ -176,7 +190,9 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
             return
         tensor.requires_grad_(requires_grad)
         if tensor.grad is not grad:  # one that it has may have another dtype by now
-            tensor.grad = grad if grad is None or grad.device == tensor.device else grad.to(tensor.device)
+            tensor.grad = (
+                grad if grad is None or grad.device == tensor.device else grad.to(tensor.device)
+            )
         if tensor._backward_hooks is not hooks:
             tensor._backward_hooks = hooks
         if getattr(tensor, "_post_accumulate_grad_hooks", None) is not grad_hooks:
@@ -220,7 +236,9 @@ def _read_storage(storage: Any) -> Reading | None:
 
 def is_sharded(cls: type) -> bool:
     """Tell whether tensors of a class hold one rank's part of a value."""
-    names = (f"{c.__module__.replace('tensor._api', 'tensor')}.{c.__qualname__}" for c in cls.__mro__)
+    names = (
+        f"{c.__module__.replace('tensor._api', 'tensor')}.{c.__qualname__}" for c in cls.__mro__
+    )
     return not _SHARDED.isdisjoint(names)
 
 
@@ -229,7 +247,9 @@ def _parts_of_whole(tensor: Any) -> tuple[Any, ...]:
 
     mesh: Any = getattr(tensor, "device_mesh", None)
     there = mesh is not None and mesh.get_coordinate() is not None
-    if not there or any(mesh.size(n) > 1 and not p.is_replicate() for n, p in enumerate(tensor.placements)):
+    if not there or any(
+        mesh.size(n) > 1 and not p.is_replicate() for n, p in enumerate(tensor.placements)
+    ):
         raise pickle.PicklingError(ONLY_A_SHARD)
     with torch.no_grad():
         whole = tensor.to_local()
@@ -267,7 +287,9 @@ def array_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
         return None
     masked = attribute_of("numpy.ma", "MaskedArray", numpy.ndarray)
     known = (numpy.ndarray, masked)
-    keeps = any(cls.__reduce__ is k.__reduce__ and cls.__setstate__ is k.__setstate__ for k in known)
+    keeps = any(
+        cls.__reduce__ is k.__reduce__ and cls.__setstate__ is k.__setstate__ for k in known
+    )
     return _read_array if keeps else None
 
 
@@ -278,7 +300,9 @@ def _address(array: Any) -> int:
 def _reach(array: Any) -> tuple[int, int]:
     if not array.size:
         return 0, 0
-    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    steps = [
+        (length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)
+    ]
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + array.itemsize
 
 
@@ -301,7 +325,9 @@ def _memory_of(array: Any, root: Any) -> MemoryRange | None:
     raw = root.base.obj if type(root.base) is memoryview else root.base
     if is_tensor(root.base) and root.base.device.type == "cpu":
         memory = memory_of_storage(root.base.untyped_storage())
-    elif isinstance(raw, ctypes.Array) and hasattr(raw, "owner"):  # it came, and may be more than is used
+    elif isinstance(raw, ctypes.Array) and hasattr(
+        raw, "owner"
+    ):  # it came, and may be more than is used
         memory = MemoryRange(ctypes.addressof(raw), ctypes.sizeof(raw), raw)
     else:
         first, last = _reach(root)
@@ -321,7 +347,9 @@ def _read_array(array: Any) -> Reading | None:
     if root is array and of_file:
         return _read_file(array)
     memory = root if of_file else _memory_of(array, root)
-    start = _address(array) if memory is None else _address(root) if memory is root else memory.address
+    start = (
+        _address(array) if memory is None else _address(root) if memory is root else memory.address
+    )
     view = (type(array), memory, array.dtype, array.shape, array.strides, _address(array) - start)
     return Reading(_make_array, view, *_insides(array))
 
@@ -369,7 +397,9 @@ def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
 def _is_of_file(root: Any) -> bool:
     """Tell whether an array's memory is a file's: not a private copy of it (mode ``c``), nor one of a file without a name."""
     mapped = isinstance(root, sys.modules["numpy"].memmap) and isinstance(root.base, mmap.mmap)
-    return mapped and root.mode != "c" and root.filename is not None and Path(root.filename).exists()
+    return (
+        mapped and root.mode != "c" and root.filename is not None and Path(root.filename).exists()
+    )
 
 
 def _read_file(root: Any) -> Reading:
@@ -379,6 +409,8 @@ def _read_file(root: Any) -> Reading:
     return Reading(_open_file, (type(root), *where), *_insides(root))
 
 
-def _open_file(cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: Any, order: str) -> Any:
+def _open_file(
+    cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: Any, order: str
+) -> Any:
     """Map a file; what a rank writes that must not write to it is its own."""
     return cls(file, dtype, "c" if mode != "r" and is_closed(file) else mode, offset, shape, order)

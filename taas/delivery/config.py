@@ -82,10 +82,18 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     units: dict[str, int] = {}  # elements per loader name, "*" for all
     prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
     hosts: int = 1  # data VMs that will join
-    alone: float = ALONE_SECONDS  # that ranks may be without any data worker: another VM may be on its way
-    silence: float = 20.0  # seconds after which a data VM counts as lost; on this host its pool is killed
-    patience: float = 30.0  # seconds that the planner has to tell where the generators are in the end
-    places: dict[str, ResumePoint] = {}  # where loaders go on, if the run was started again and resumes
+    alone: float = (
+        ALONE_SECONDS  # that ranks may be without any data worker: another VM may be on its way
+    )
+    silence: float = (
+        20.0  # seconds after which a data VM counts as lost; on this host its pool is killed
+    )
+    patience: float = (
+        30.0  # seconds that the planner has to tell where the generators are in the end
+    )
+    places: dict[
+        str, ResumePoint
+    ] = {}  # where loaders go on, if the run was started again and resumes
 
     def for_peers(self, endpoint: str, *holders: str) -> DeliveryConfig:
         """Return what peers with these names are told: where the coordinator listens, and of all keys their own."""
@@ -104,7 +112,9 @@ class DataOrder(Message, frozen=True):
     common: DeliveryConfig
     vm: int = 0  # number of this data VM; a lost one is replaced under a new number
     processes: int = 0  # workers that the pool forks; 0 for the planner
-    payload: str = ""  # path of the packed loaders, a memory file's; known where the process is started
+    payload: str = (
+        ""  # path of the packed loaders, a memory file's; known where the process is started
+    )
     rehearsed: bool | None = None  # as the run's ranks on this VM will be; None where it gets none
 
     @property

@@ -77,7 +77,9 @@ class Holdings:
 
     def __init__(self, slabs: Slabs | None, limit: int) -> None:
         self._slabs, self._limit = slabs, limit
-        self.freed: deque[tuple[int, int]] = deque()  # elements and bytes of slots that are held no more
+        self.freed: deque[tuple[int, int]] = (
+            deque()
+        )  # elements and bytes of slots that are held no more
         self._held = 0
 
     def release(self, element: Element) -> None:
@@ -97,7 +99,9 @@ class Holdings:
             assert slabs is not None
             slabs.fault_in(arrival.offset, arrival.capacity)
             self._held += arrival.capacity
-            freed = partial(self.freed.append, (arrival.number, arrival.capacity))  # in any thread: atomic
+            freed = partial(
+                self.freed.append, (arrival.number, arrival.capacity)
+            )  # in any thread: atomic
             memory = lease_slot(slabs, arrival.offset, arrival.capacity, freed)
         return decode(element.stream, memory)
 
@@ -166,7 +170,9 @@ class DeliveryConnection:
         self.config, self._rank = config, rank
         self._lock = threading.Lock()  # who has it may use the sockets
         self._left = deque[PlanProgress]()  # of loops that were left
-        self.places: dict[str, ResumePoint] = {}  # where loaders begin that do not begin at their start
+        self.places: dict[
+            str, ResumePoint
+        ] = {}  # where loaders begin that do not begin at their start
         self.begun = False  # whether any loader has
         self.waited = 0.0  # seconds spent waiting in all
         self.facts: dict[str, tuple[int, LoaderFacts]] = {}  # by name, with the loader's number
@@ -251,7 +257,9 @@ class DeliveryConnection:
     def close(self, plan: int, consumed: int, asked: int) -> None:
         """Drop what is here of a plan, whichever thread says so, in the middle of whatever; it asked beyond some steps."""
         self._left.append(PlanProgress(plan, consumed, asked, closed=True))
-        if self._lock.acquire(blocking=False):  # else whoever has it does it, or the next one to have it
+        if self._lock.acquire(
+            blocking=False
+        ):  # else whoever has it does it, or the next one to have it
             try:
                 self._close_left()
                 self._flush()
@@ -307,8 +315,12 @@ class DeliveryConnection:
             end = start + arrival.pickled
             if arrival.plan not in self._closed:
                 iteration = self._iterations[arrival.plan]
-                if arrival.seq // self.config.ranks >= iteration.next:  # else it was yielded already
-                    iteration.ready.setdefault(arrival.seq, Element(arrival, streams[start:end], frame))
+                if (
+                    arrival.seq // self.config.ranks >= iteration.next
+                ):  # else it was yielded already
+                    iteration.ready.setdefault(
+                        arrival.seq, Element(arrival, streams[start:end], frame)
+                    )
             start = end
 
     def _on_message(self, message: Any) -> None:
@@ -316,7 +328,9 @@ class DeliveryConnection:
             if message.plan in self._iterations:  # else it was closed meanwhile
                 self._iterations[message.plan].ended = message
         elif isinstance(message, Hello):
-            self.facts = {facts.name: (number, facts) for number, facts in enumerate(message.loaders)}
+            self.facts = {
+                facts.name: (number, facts) for number, facts in enumerate(message.loaders)
+            }
         elif isinstance(message, Cancel):
             self._closed.add(message.plan)
             self._iterations[message.plan].ready.clear()

@@ -91,7 +91,9 @@ class ProgressMeter:
             Delivered(
                 ready=sum(book.ready for book in books),
                 delivered=delivered,
-                planned=sum(book.planned(begun=True) if book.units is None else book.units for book in books),
+                planned=sum(
+                    book.planned(begun=True) if book.units is None else book.units for book in books
+                ),
                 rate=self._rate(now, delivered),
                 waited=round(sum(waited) / len(waited), 4),
             ),
@@ -218,7 +220,9 @@ class Coordinator:
         """The ranks have ended: ask the planner where the loaders' generators are now."""
         self._final_by = now + self.config.patience
         self._meter.tell(now, self._report)
-        begun = [(book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun]
+        begun = [
+            (book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun
+        ]
         if PLANNER in self._lost or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
 
@@ -312,7 +316,9 @@ class Coordinator:
         if self.ledger.workers or self._has_all:
             self._since_worker = now
         elif now - self._since_worker > self.config.alone and self.ledger.joined:
-            self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
+            self._fail(
+                f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone"
+            )
         self._meter.tell(now, self._report)
 
     def _fail(self, reason: str) -> None:

@@ -69,7 +69,9 @@ class RawRegion:
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a contiguous tensor over bytes taken before."""
-        return torch.frombuffer(self.buffer, dtype=dtype, count=prod(shape), offset=offset).view(shape)
+        return torch.frombuffer(self.buffer, dtype=dtype, count=prod(shape), offset=offset).view(
+            shape
+        )
 
 
 # ── collate ───────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +137,12 @@ class _Encoder(pickle.Pickler):
         kind = type(obj)
         if kind is torch.Tensor:
             return self._tensor(obj)
-        if kind is np.ndarray and obj.nbytes and obj.dtype.kind in "biufcmMSU" and obj.dtype.isnative:
+        if (
+            kind is np.ndarray
+            and obj.nbytes
+            and obj.dtype.kind in "biufcmMSU"
+            and obj.dtype.isnative
+        ):
             return self._array(obj)
         if isinstance(obj, type) and obj.__module__ == "__main__":
             return _notebook_class, (obj.__qualname__, cloudpickle.dumps(obj))
@@ -174,7 +181,12 @@ class _Encoder(pickle.Pickler):
         source = tensor if order is None else tensor.permute(order)
         if self.fits and nbytes:
             self._region.tensor(offset, tensor.dtype, tuple(source.shape)).copy_(source)
-        return _tensor, (offset, code, shape) if order is None else (offset, code, shape, tensor.stride())
+        return _tensor, (offset, code, shape) if order is None else (
+            offset,
+            code,
+            shape,
+            tensor.stride(),
+        )
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         fortran = array.flags.f_contiguous and not array.flags.c_contiguous

@@ -45,7 +45,9 @@ class _Raised(NamedTuple):
     text: str
     lines: list[_Line]
     name: str | None  # the one that a NameError does not find; pickle leaves it out
-    is_cause: bool  # of the one before it in the chain, which else was raised while this one was handled
+    is_cause: (
+        bool  # of the one before it in the chain, which else was raised while this one was handled
+    )
 
 
 def pack_failure(error: BaseException, where: str) -> bytes:
@@ -128,10 +130,14 @@ def _line_of(entry: types.TracebackType) -> _Line:
     code = entry.tb_frame.f_code
     at_instruction = itertools.islice(code.co_positions(), entry.tb_lasti // 2, None)
     line, end_line, column, end_column = next(at_instruction, (None,) * 4)
-    if line is None or end_line is None or column is None or end_column is None:  # python -X no_debug_ranges
+    if (
+        line is None or end_line is None or column is None or end_column is None
+    ):  # python -X no_debug_ranges
         line = end_line = entry.tb_lineno
         column = end_column = 0
-    return _Line(code.co_filename, code.co_name, code.co_firstlineno, line, end_line, column, end_column)
+    return _Line(
+        code.co_filename, code.co_name, code.co_firstlineno, line, end_line, column, end_column
+    )
 
 
 # ── in a rank ─────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +148,9 @@ def _rebuilt(raised: _Raised, *, is_first: bool) -> BaseException:
     error: Any = None if raised.pickled is None else pickle.loads(raised.pickled)
     if isinstance(error, NameError):
         error.name = raised.name
-    if error is None or (is_first and (not isinstance(error, Exception) or isinstance(error, StopIteration))):
+    if error is None or (
+        is_first and (not isinstance(error, Exception) or isinstance(error, StopIteration))
+    ):
         return DeliveryError(f"the registered loader's own code raised {raised.text}")
     return error  # type: ignore[no-any-return]
 

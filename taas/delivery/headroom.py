@@ -28,7 +28,9 @@ class RankState:
 
     slots: SlotTable
     waited: float = 0.0
-    targets: dict[int, int] = field(default_factory=dict)  # by loader, how many ahead were enough so far
+    targets: dict[int, int] = field(
+        default_factory=dict
+    )  # by loader, how many ahead were enough so far
     blocked: set[int] = field(default_factory=set)  # plans whose target held an idle worker back
 
 
@@ -64,7 +66,8 @@ class Headroom:
         self.paces: dict[int, Pace] = defaultdict(Pace)  # by loader
         size = self._slab if config.folder else 0
         self.ranks = [
-            RankState(SlotTable(size, partial(reserve, rank), rank * self._slab)) for rank in range(plans.n)
+            RankState(SlotTable(size, partial(reserve, rank), rank * self._slab))
+            for rank in range(plans.n)
         ]
 
     def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:

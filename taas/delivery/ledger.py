@@ -101,7 +101,9 @@ class Ledger:
         for of in progress.plans:
             self.plans.consume(rank, of.plan, of.consumed, of.asked)
         self.released(self.works[number] for number in progress.released if number in self.works)
-        self.room.progressed(rank, progress.waited, [of.plan for of in progress.plans if not of.closed])
+        self.room.progressed(
+            rank, progress.waited, [of.plan for of in progress.plans if not of.closed]
+        )
         for of in progress.plans:
             if of.closed:
                 self.plans.close(rank, of.plan)
@@ -148,7 +150,9 @@ class Ledger:
             worker.is_through_with(lease)
             lease.done = True
             if result.leaked:
-                lease.capacity = 0  # user code holds memory of the slot: it is never given out again
+                lease.capacity = (
+                    0  # user code holds memory of the slot: it is never given out again
+                )
             if result.end >= 0:
                 self._stream_ends(work, lease, result.end)
             else:

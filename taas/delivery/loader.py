@@ -86,7 +86,9 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
                 f"taas.resume({name}=({iteration}, {step})): allowed are an iteration and a step from 0 on"
             )
     config = connection.config
-    connection.places.update((name, place) for name, place in config.places.items() if name in known)
+    connection.places.update(
+        (name, place) for name, place in config.places.items() if name in known
+    )
     for name, (iteration, step) in given.items():
         # What was taken before: as an earlier start knows, else whole iterations.
         at, taken = config.places.get(name), iteration * (_steps(config, known[name][1]) or 0)
@@ -99,7 +101,9 @@ def _steps(config: DeliveryConfig, facts: LoaderFacts) -> int | None:
     """Return a rank's steps of one whole iteration; None for a loader without a length."""
     if facts.length is None:
         return None
-    return -(-facts.length // config.ranks) if config.uneven == "pad" else facts.length // config.ranks
+    return (
+        -(-facts.length // config.ranks) if config.uneven == "pad" else facts.length // config.ranks
+    )
 
 
 class PlannedSampler(DistributedSampler[Any]):
@@ -150,7 +154,9 @@ class DeliveredLoader(DataLoader[Any]):
     _iterations = _yielded = 0
     _begun = False
 
-    def __init__(self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: Any) -> None:
+    def __init__(
+        self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: Any
+    ) -> None:
         # DataLoader.__init__ would build samplers and check workers that are not here.
         self.__dict__.update(attributes)
         self.taas_name, self.taas_parts = name, parts  # registered.LoaderParts, for data processes

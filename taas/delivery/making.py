@@ -90,7 +90,9 @@ class MapFetcher:
         where = self.name
         try:
             at = pickle.loads(index)
-            where = f"'{self.name}' at {_short(at)} in data worker {self._worker} (pid {os.getpid()})"
+            where = (
+                f"'{self.name}' at {_short(at)} in data worker {self._worker} (pid {os.getpid()})"
+            )
             return self._fetch(at)
         except BaseException as error:
             return Failure(error, f"raised while making {where}")
@@ -135,7 +137,9 @@ class _Elements(IterableDataset[Any]):
     def __init__(self, name: str, parts: LoaderParts) -> None:
         self._name, self._parts = name, parts
         self.keeps = parts.persistent_workers or parts.num_workers == 0
-        self.base_seed = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))  # of the iteration; its workers read it
+        self.base_seed = ctypes.c_int64.from_buffer(
+            mmap.mmap(-1, 8)
+        )  # of the iteration; its workers read it
         self._number = -1
 
     def __iter__(self) -> Iterator[PackedElement | Failure]:
@@ -150,7 +154,9 @@ class _Elements(IterableDataset[Any]):
                 return
             except BaseException as error:
                 make = make or partial(next, iter(()))  # it has not begun, and is at its end
-                yield Failure(error, f"raised while making element {made} of '{self._name}', or packing it")
+                yield Failure(
+                    error, f"raised while making element {made} of '{self._name}', or packing it"
+                )
             made += 1
 
     def _begin(self) -> Callable[[], Any]:
@@ -163,14 +169,20 @@ class _Elements(IterableDataset[Any]):
         number, workers = self._number, parts.num_workers
         if first or not parts.persistent_workers:
             seed_all(base_seed + number, _utils.worker._generate_state(base_seed, number))
-            info = _worker_info(number, workers, base_seed + number, parts.dataset) if workers else None
+            info = (
+                _worker_info(number, workers, base_seed + number, parts.dataset)
+                if workers
+                else None
+            )
             _utils.worker._worker_info = info
         if first and workers and parts.worker_init_fn is not None:
             parts.worker_init_fn(number)
         if parts.plain:
             return partial(next, iter(parts.dataset))
         how = parts.auto_collation, parts.collate_fn, parts.drop_last
-        return partial(fetch._IterableDatasetFetcher(parts.dataset, *how).fetch, range(parts.batch_size or 1))
+        return partial(
+            fetch._IterableDatasetFetcher(parts.dataset, *how).fetch, range(parts.batch_size or 1)
+        )
 
 
 class _Stream:
@@ -180,10 +192,14 @@ class _Stream:
         self.loader: DataLoader[Any] | None = elements
         self.made = 0
         elements.dataset.base_seed.value = base_seed  # type: ignore[attr-defined]
-        with warnings.catch_warnings():  # the other thread is zmq's, whose locks a child never takes
+        with (
+            warnings.catch_warnings()
+        ):  # the other thread is zmq's, whose locks a child never takes
             warnings.simplefilter("ignore", DeprecationWarning)
             self._elements: Any = iter(elements)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what a dead worker has made before is taken first
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # what a dead worker has made before is taken first
         self.held: dict[int, Any] = {}
         self._last: Any = None
 
@@ -204,14 +220,20 @@ class _Stream:
                 element = self._last
             self.held[self.made] = self._last = element
             self.made += 1
-        self.held = {at: held for at, held in self.held.items() if at >= floor or (pads and at < ranks)}
+        self.held = {
+            at: held for at, held in self.held.items() if at >= floor or (pads and at < ranks)
+        }
         return self.held.get(position) if pads or self.made >= row_end else None
 
     def _next(self) -> Any:
         try:
             return next(self._elements, None)
-        except RuntimeError:  # torch's: one of its workers has died; another data worker reads it again
-            code = next((worker.exitcode for worker in self._elements._workers if worker.exitcode), 1)
+        except (
+            RuntimeError
+        ):  # torch's: one of its workers has died; another data worker reads it again
+            code = next(
+                (worker.exitcode for worker in self._elements._workers if worker.exitcode), 1
+            )
             if code < 0:
                 signal.raise_signal(-code)
             os._exit(code)

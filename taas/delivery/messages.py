@@ -51,7 +51,9 @@ def peer_named(identity: bytes) -> Peer:
 
 def holders(ranks: int, pools: int) -> list[str]:
     """Return who has a key in a run with so many ranks and worker pools."""
-    peers = [("rank", number) for number in range(ranks)] + [("pool", number) for number in range(pools)]
+    peers = [("rank", number) for number in range(ranks)] + [
+        ("pool", number) for number in range(pools)
+    ]
     return [PLANNER.holder, *(Peer(*peer).holder for peer in peers)]
 
 
@@ -61,7 +63,9 @@ class Hello(Message, frozen=True):
     The coordinator says it to the supervisor: peers can be started.
     """
 
-    error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
+    error: str = (
+        ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
+    )
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
     shared: bool = False  # a worker has mapped the slabs
     rank: int = -1  # which one it is, as the coordinator tells workers
@@ -96,7 +100,9 @@ class LoaderFacts(NamedTuple):
     """What only the unpickled loader can tell."""
 
     name: str  # as it was registered
-    length: int | None = None  # elements of one iteration, over all ranks; None if the loader has no length
+    length: int | None = (
+        None  # elements of one iteration, over all ranks; None if the loader has no length
+    )
     streamed: bool = False  # its dataset is iterable: one worker makes its elements, in their order
     epoch: int | None = None  # the sampler's at launch; None if it has no set_epoch
     per_rank: bool = False  # the sampler is distributed: each rank has a stream of its own
@@ -109,10 +115,14 @@ class Draw(Message, frozen=True):
 
     plan: int
     loader: int
-    iteration: int  # of this loader; one begun before is begun again from the same state of its generators
+    iteration: (
+        int  # of this loader; one begun before is begun again from the same state of its generators
+    )
     epoch: int | None
     count: int
-    repeats: bool = False  # a restarted run goes on here: iterate all iterations before this one first
+    repeats: bool = (
+        False  # a restarted run goes on here: iterate all iterations before this one first
+    )
 
 
 class Planned(Message, frozen=True):
@@ -135,7 +145,9 @@ class Final(Message, frozen=True):
     """Where the loaders' generators stand, for ``registered.apply_final``."""
 
     states: bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
-    unknown: dict[str, str] = msgspec.field(default_factory=dict)  # why it is not known of others, by name
+    unknown: dict[str, str] = msgspec.field(
+        default_factory=dict
+    )  # why it is not known of others, by name
 
 
 # ── workers and their pools ───────────────────────────────────────────────────────────────────────────
@@ -172,7 +184,9 @@ class Result(NamedTuple):
     nbytes: int
     seconds: float
     leaked: bool = False  # user code still holds memory of the slot: it is never given out again
-    end: int = -1  # its dataset is iterable, and has no more than so many elements: this is none of them
+    end: int = (
+        -1
+    )  # its dataset is iterable, and has no more than so many elements: this is none of them
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,7 +225,9 @@ class Progress(Message, frozen=True):
     """What a rank has done with its elements."""
 
     plans: list[PlanProgress]
-    released: list[int]  # numbers of elements that were yielded and whose memory nobody uses any more
+    released: list[
+        int
+    ]  # numbers of elements that were yielded and whose memory nobody uses any more
     waited: float  # seconds spent waiting in all
 
 

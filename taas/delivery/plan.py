@@ -46,9 +46,7 @@ class Lease:
     capacity: int  # of its slot; 0: it has none
     expected: float  # seconds it should take
     done: bool = False  # its worker writes no more
-    lost: bool = (
-        False  # its worker is dead, or has found no such element in its stream: the element may not come
-    )
+    lost: bool = False  # its worker is dead, or has found no such element in its stream: the element may not come
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +80,9 @@ class Work:
 
     def lease_of(self, worker: Peer) -> Lease | None:
         """Return what this worker has yet to make, if it is to make it."""
-        return next((lease for lease in self.leases if lease.worker == worker and not lease.done), None)
+        return next(
+            (lease for lease in self.leases if lease.worker == worker and not lease.done), None
+        )
 
 
 @dataclass(slots=True)
@@ -92,8 +92,12 @@ class RankView:
     begun: bool = False
     closed: bool = False
     consumed: int = 0
-    asked: int = 0  # steps it has asked beyond; who leaves its loop consumed the last without asking on
-    queue: deque[Work] = field(default_factory=deque)  # planned, leased to nobody yet, in order of steps
+    asked: int = (
+        0  # steps it has asked beyond; who leaves its loop consumed the last without asking on
+    )
+    queue: deque[Work] = field(
+        default_factory=deque
+    )  # planned, leased to nobody yet, in order of steps
     unconsumed: deque[Work] = field(default_factory=deque)  # leased or made, in order of steps
     nbytes: int = 0  # of these
 
@@ -108,9 +112,7 @@ class Plan:
     epoch: int | None
     size: InitVar[int]  # of the world
     uneven: Uneven
-    streamed: bool = (
-        False  # its elements are those of an iterable dataset: nobody knows how many before the last is made
-    )
+    streamed: bool = False  # its elements are those of an iterable dataset: nobody knows how many before the last is made
     ranks: list[RankView] = field(init=False)
     furthest: int = 0  # of a stream: elements that anybody has made
     deaths: tuple[int, int] = (
@@ -118,7 +120,9 @@ class Plan:
         0,
     )  # of a stream: how far it was, and how many in turn died without getting further
     poison: str = ""  # of a stream: how they died, once nobody is to make what is beyond
-    base_seed: int | None = None  # what its elements' seeds come from; None while the planner has not said
+    base_seed: int | None = (
+        None  # what its elements' seeds come from; None while the planner has not said
+    )
     rows: int = 0  # rows that have left, that is, steps planned for every rank
     asked: bool = False  # the planner has yet to answer
     ended: bool = False  # the sampler has no more

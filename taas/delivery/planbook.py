@@ -39,7 +39,9 @@ class LoaderBook:
     rows_closed: int = 0  # that all ranks took of closed plans, or an earlier start took
     rows_before: int = 0  # of these, the rows before the plan that was closed last
     begun_by: set[int] = field(default_factory=set)
-    begun_at: tuple[int, int] | None = None  # iteration and step that this start of the run began with
+    begun_at: tuple[int, int] | None = (
+        None  # iteration and step that this start of the run began with
+    )
     last_begun: tuple[int, int | None] | None = None  # iteration and epoch
     delivered: int = 0  # elements consumed, in all ranks
 
@@ -84,7 +86,11 @@ class LoaderBook:
         if self.rows_allowed is None:
             return None
         others = [other for other in self.plans.values() if other is not plan]
-        inside = [r for r, view in enumerate(plan.ranks) if view.begun and not view.closed] if plan else []
+        inside = (
+            [r for r, view in enumerate(plan.ranks) if view.begun and not view.closed]
+            if plan
+            else []
+        )
         if inside:  # they may take all that they have not taken elsewhere
             taken = min(sum(other.ranks[rank].consumed for other in others) for rank in inside)
         else:
@@ -105,7 +111,11 @@ class LoaderBook:
         begun = [plan for plan in self.plans.values() if plan.begun]
         if begun:
             plan = min(begun, key=lambda plan: plan.iteration)
-            iteration, taken, step = plan.iteration, self.rows_closed, min(view.asked for view in plan.ranks)
+            iteration, taken, step = (
+                plan.iteration,
+                self.rows_closed,
+                min(view.asked for view in plan.ranks),
+            )
             over = plan.ended and step >= plan.rows
         else:
             iteration, taken, over = self.last_begun[0], self.rows_before, True
@@ -124,7 +134,9 @@ class Plans:
 
     def __init__(self, config: DeliveryConfig) -> None:
         self.n, self.uneven, self._config = config.ranks, config.uneven, config
-        self.prebuffer_rows = 2 if config.prebuffer is None else max(1, -(-config.prebuffer // self.n))
+        self.prebuffer_rows = (
+            2 if config.prebuffer is None else max(1, -(-config.prebuffer // self.n))
+        )
         self.loaders: list[LoaderBook] = []
         self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
@@ -147,7 +159,9 @@ class Plans:
         """The planner has the loaders: open the first iteration of each."""
         for index, fact in enumerate(facts):
             units = self._config.units_of(fact.name)
-            self.loaders.append(LoaderBook(index, fact, self.n, None if units is None else units // self.n))
+            self.loaders.append(
+                LoaderBook(index, fact, self.n, None if units is None else units // self.n)
+            )
         for book in self.loaders:
             if not book.facts.error:
                 self._open(book, 0, book.facts.epoch)
@@ -254,7 +268,12 @@ class Plans:
 
     def _refusal(self, book: LoaderBook) -> str:
         length = book.facts.length
-        if self.uneven == "raise" and length is not None and not book.facts.per_rank and length % self.n:
+        if (
+            self.uneven == "raise"
+            and length is not None
+            and not book.facts.per_rank
+            and length % self.n
+        ):
             return f"'{book.facts.name}' {unshared(length, self.n)}"
         return book.facts.error
 

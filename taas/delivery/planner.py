@@ -74,7 +74,9 @@ class LoaderPlans:
         self.note = ""
         self._rngs = rngs
         self._generators = _generators_of(parts)
-        self._starts: dict[int, _Snapshot] = {}  # of iterations; the end of one is the start of the next
+        self._starts: dict[
+            int, _Snapshot
+        ] = {}  # of iterations; the end of one is the start of the next
         self._base_seed = 0
         self._distributed = _find_distributed(parts)
         self._index_samplers = [parts.index_sampler]
@@ -83,16 +85,22 @@ class LoaderPlans:
         self.facts = self._facts()
 
     def _facts(self) -> LoaderFacts:
-        epochs = [getattr(sampler, "epoch", None) for sampler in _with_epochs(self.parts.index_sampler)]
+        epochs = [
+            getattr(sampler, "epoch", None) for sampler in _with_epochs(self.parts.index_sampler)
+        ]
         epoch = epochs[0] if epochs and isinstance(epochs[0], int) else None
         per_rank = self._distributed is not None
-        return LoaderFacts(self.name, self._length(), self.parts.iterable, epoch, per_rank, self.note)
+        return LoaderFacts(
+            self.name, self._length(), self.parts.iterable, epoch, per_rank, self.note
+        )
 
     def _length(self) -> int | None:
         try:
             if self.parts.iterable:
                 return self.parts.iterable_length()
-            return len(self._index_samplers[0]) * (self.ranks if self._distributed is not None else 1)
+            return len(self._index_samplers[0]) * (
+                self.ranks if self._distributed is not None else 1
+            )
         except (TypeError, NotImplementedError, AttributeError):
             return None
 
@@ -152,7 +160,9 @@ class LoaderPlans:
             for sampler in self._index_samplers:
                 iterator = iter(sampler)
                 if not goes_on and not streams:
-                    drawn = torch.empty((), dtype=torch.int64).random_(generator=self.parts.generator)
+                    drawn = torch.empty((), dtype=torch.int64).random_(
+                        generator=self.parts.generator
+                    )
                     self._base_seed = int(drawn.item())
                 if not goes_on and self.parts.num_workers > 0:
                     iterator = iter(sampler)
@@ -164,7 +174,11 @@ class LoaderPlans:
         opened.streams = streams
 
     def draw(
-        self, opened: Iteration, count: int, until: float, pack: Callable[[Any], Any] = lambda index: index
+        self,
+        opened: Iteration,
+        count: int,
+        until: float,
+        pack: Callable[[Any], Any] = lambda index: index,
     ) -> list[Any]:
         """Return up to ``count`` indices, fewer at the iteration's end or error, or when the clock passes ``until``."""
         indices: list[Any] = []
@@ -213,7 +227,9 @@ class LoaderPlans:
             raise opened.error
 
     def _snapshot(self) -> _Snapshot:
-        return self._rngs, {path: generator.get_state() for path, generator in self._generators.items()}
+        return self._rngs, {
+            path: generator.get_state() for path, generator in self._generators.items()
+        }
 
 
 _END = object()
@@ -250,10 +266,17 @@ def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
     found: dict[str, torch.Generator] = {}
     places = [("generator", parts.generator)]
     sampler = getattr(parts.index_sampler, "sampler", None)
-    for path, holder in (("index_sampler", parts.index_sampler), ("index_sampler.sampler", sampler)):
-        places += [(f"{path}.{name}", value) for name, value in getattr(holder, "__dict__", {}).items()]
+    for path, holder in (
+        ("index_sampler", parts.index_sampler),
+        ("index_sampler.sampler", sampler),
+    ):
+        places += [
+            (f"{path}.{name}", value) for name, value in getattr(holder, "__dict__", {}).items()
+        ]
     for path, value in places:
-        if isinstance(value, torch.Generator) and not any(value is known for known in found.values()):
+        if isinstance(value, torch.Generator) and not any(
+            value is known for known in found.values()
+        ):
             found[path] = value
     return found
 
@@ -324,7 +347,9 @@ def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts,
             plans[number] = LoaderPlans(name, parts, rngs, config.common.ranks)
             facts.append(plans[number].facts)
         except BaseException as error:
-            reason = f"the sampler of '{name}' cannot be planned ahead: {type(error).__name__}: {error}"
+            reason = (
+                f"the sampler of '{name}' cannot be planned ahead: {type(error).__name__}: {error}"
+            )
             facts.append(LoaderFacts(name, error=reason))
     return plans, tuple(facts)
 

@@ -20,14 +20,18 @@ class Registration:
 
     name: str  # what it goes by in --units and in the live view
     loader: Any
-    variable: str | None = None  # the one that holds it, if any: by this one finds out whether a cell uses it
+    variable: str | None = (
+        None  # the one that holds it, if any: by this one finds out whether a cell uses it
+    )
 
 
 @dataclass(slots=True)
 class LoaderParts:
     """A registered loader on the data side: how it fetches; nothing of its own machinery."""
 
-    dataset: Any  # map-style or iterable; of a registered iterable that is no DataLoader, that iterable
+    dataset: (
+        Any  # map-style or iterable; of a registered iterable that is no DataLoader, that iterable
+    )
     index_sampler: Any = None  # what DataLoader would iterate: its batch sampler, or its sampler
     auto_collation: bool = False  # whether the index sampler yields batches of indices
     batch_size: int | None = None
@@ -137,7 +141,9 @@ def reduce_registered(loader: Any) -> tuple[Any, ...] | None:
     attributes = {key: getattr(loader, key) for key in _KEPT if hasattr(loader, key)}
     attributes["dataset"] = parts.dataset
     attributes["generator"] = attributes["multiprocessing_context"] = None
-    attributes["batch_sampler"] = True if getattr(loader, "batch_sampler", None) is not None else None
+    attributes["batch_sampler"] = (
+        True if getattr(loader, "batch_sampler", None) is not None else None
+    )
     return DeliveredLoader, (entry.name, attributes, _sampler_facts(loader), parts)
 
 

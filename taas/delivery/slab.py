@@ -109,7 +109,9 @@ class SlotTable:
                 continue
             if start + nbytes > self._reserved and not self._grow(start + nbytes):
                 return None
-            self._extents[at : at + 1] = [(start + nbytes, length - nbytes)] if length > nbytes else []
+            self._extents[at : at + 1] = (
+                [(start + nbytes, length - nbytes)] if length > nbytes else []
+            )
             return start
         return None
 

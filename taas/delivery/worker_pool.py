@@ -23,9 +23,24 @@ import zmq
 
 from taas import _linux
 from taas.delivery.config import DataOrder
-from taas.delivery.encoding import PackedElement, RawRegion, install_collate, pack_element, stacking_into
+from taas.delivery.encoding import (
+    PackedElement,
+    RawRegion,
+    install_collate,
+    pack_element,
+    stacking_into,
+)
 from taas.delivery.making import Failure, MapFetcher, OwnedStreams, load_loaders, place_of
-from taas.delivery.messages import Cancel, ElementArrival, Hello, Peer, Result, Ticket, ToWorker, WorkerLost
+from taas.delivery.messages import (
+    Cancel,
+    ElementArrival,
+    Hello,
+    Peer,
+    Result,
+    Ticket,
+    ToWorker,
+    WorkerLost,
+)
 from taas.delivery.registered import Loaders
 from taas.delivery.slab import slot_size
 from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
@@ -101,7 +116,9 @@ class Worker:
     def _connect(self, rank: Hello) -> None:
         if old := self._data.get(rank.rank):
             old.close(0)
-        data = self._data[rank.rank] = connect_data(self._context, rank.address, rank.key, self._keys)
+        data = self._data[rank.rank] = connect_data(
+            self._context, rank.address, rank.key, self._keys
+        )
         for frames in self._unsent.pop(rank.rank, []):
             data.send_multipart(frames, copy=False)
 
@@ -120,7 +137,9 @@ class Worker:
                 made = slot, made.packed
             region, stream = made
             self._send(ticket, region, stream, failed)
-            leaked = slot.slot and slot.is_held()  # also where the element did not fit, and lies elsewhere
+            leaked = (
+                slot.slot and slot.is_held()
+            )  # also where the element did not fit, and lies elsewhere
             if leaked:
                 self._plain_stack.add(ticket.loader)
             nbytes, seconds = region.used + len(stream), time.perf_counter() - began
@@ -167,9 +186,13 @@ class Worker:
 
     def _send(self, ticket: Ticket, region: RawRegion, stream: bytes, failed: bool) -> None:
         if not region.slot:
-            self._sizes[ticket.loader] = max(self._sizes.get(ticket.loader, 0), slot_size(region.used))
+            self._sizes[ticket.loader] = max(
+                self._sizes.get(ticket.loader, 0), slot_size(region.used)
+            )
         place = ticket.offset if region.slot else -1, ticket.capacity, region.used
-        arrival = ElementArrival(ticket.number, ticket.plan, ticket.seq, *place, failed, len(stream))
+        arrival = ElementArrival(
+            ticket.number, ticket.plan, ticket.seq, *place, failed, len(stream)
+        )
         if not region.slot and region.used:
             self._post(ticket.rank, [arrival], stream, region.buffer[: region.used])
             return
@@ -218,7 +241,9 @@ class WorkerPool:
         for number in range(self._config.processes):
             self._fork(number)
         name = Peer("pool", self._config.vm)
-        with connected(self._config.common, name, ToWorker) as control:  # after the forks: it has threads
+        with connected(
+            self._config.common, name, ToWorker
+        ) as control:  # after the forks: it has threads
             control.send(Hello())
             try:
                 self._watch(control)

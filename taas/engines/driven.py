@@ -211,7 +211,10 @@ class DrivenEngine:
         for ask in [*self._asks]:
             if self._endpoint and (not ask.demand.later or self._wanted.intersection(ask.machines)):
                 self._asks.remove(ask)
-                configs = [msgspec.structs.replace(config, endpoint=self._endpoint) for config in ask.configs]
+                configs = [
+                    msgspec.structs.replace(config, endpoint=self._endpoint)
+                    for config in ask.configs
+                ]
                 self._tell(msgspec.structs.replace(ask, configs=tuple(configs)))
 
     def _tell(self, ask: Asks) -> None:
@@ -242,7 +245,9 @@ class DrivenEngine:
                 self._take(report)
             elif report.machine in self._machines:  # else it was given back meanwhile
                 gone = report.state == "gone"
-                machine = self._machines.pop(report.machine) if gone else self._machines[report.machine]
+                machine = (
+                    self._machines.pop(report.machine) if gone else self._machines[report.machine]
+                )
                 machine.take(report)
 
     def _take(self, report: ClusterReport) -> None:

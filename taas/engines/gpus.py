@@ -24,7 +24,9 @@ _NVIDIA = (
     "wrong where it is not; in a container, start that with --gpus all"
 )
 _AMD = "use a machine with NVIDIA GPUs: taas takes no others"
-_WSL = "use a Linux that boots by itself: WSL2 has no device file for each GPU, and taas counts those"
+_WSL = (
+    "use a Linux that boots by itself: WSL2 has no device file for each GPU, and taas counts those"
+)
 _FILES = (("dev/dxg", _WSL), ("dev/nvidia*", _NVIDIA), ("dev/kfd", _AMD))
 _SMI_SECONDS = 20.0
 _DISPLAY = "0x03"  # how the class of a PCI device that draws or computes begins
@@ -63,7 +65,9 @@ def _shown_by_driver(root: Path) -> list[_Found]:
             node = int(fields.get("Device Minor", "-1"))
             if node in usable:
                 model = fields.get("Model", "")
-                found.append(_Found(path.parent.name.lower(), node, fields.get("GPU UUID", ""), model))
+                found.append(
+                    _Found(path.parent.name.lower(), node, fields.get("GPU UUID", ""), model)
+                )
     return sorted(found, key=lambda gpu: gpu.bus)
 
 
@@ -125,7 +129,9 @@ def _asked_for_uuids() -> dict[str, str]:
     """Ask ``nvidia-smi``, which wakes the GPUs, for each one's UUID and place on the bus; nothing where it does not say."""
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return {}
     lines = [line.split(", ") for line in done.stdout.splitlines()]

@@ -32,7 +32,9 @@ class LocalMachine:
     def __init__(self, config: AgentConfig) -> None:
         scratch = Path(config.scratch)
         scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._log = os.open(scratch / "agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._log = os.open(
+            scratch / "agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
         self._agent = Child(
             ["-P", "-m", "taas.agent"],
             stdout=self._log,
@@ -79,7 +81,9 @@ class LocalMachine:
             return
         if not wait([self._pidfd], max(0.0, self._end_by - time.monotonic())):
             self._agent.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it is in a system call that does not end
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # it is in a system call that does not end
             self._agent.process.wait(_END_SECONDS)
         os.close(self._pidfd)
         os.close(self._log)

@@ -17,9 +17,7 @@ from taas.errors import EngineError, HeaderError
 from taas.wording import counted, shown
 
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
-_HOW_TO_BRING = (
-    "an autoscaler has to make it, or `ray start --address=… --resources='{\"%s\": 1}'` on a machine"
-)
+_HOW_TO_BRING = "an autoscaler has to make it, or `ray start --address=… --resources='{\"%s\": 1}'` on a machine"
 _UNCOUNTED = ("memory", "object_store_memory", "node:", "bundle_group", "accelerator_type:")
 
 
@@ -81,12 +79,16 @@ def bundle(demand: Demand, nodes: list[dict[str, float]]) -> dict[str, float]:
 
 def _in_words(resources: Mapping[str, float]) -> str:
     """Return resources as Ray writes them, such as ``GPU 8, g2.8 1``."""
-    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) or "nothing"
+    return (
+        ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) or "nothing"
+    )
 
 
 def count_fitting(wanted: Mapping[str, float], nodes: list[dict[str, float]]) -> int:
     """Return how many nodes have what is asked of each, free or not."""
-    return sum(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes)
+    return sum(
+        all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes
+    )
 
 
 def what_is_missing(

@@ -84,7 +84,8 @@ def _autoscaler_plans(group: str) -> tuple[bool, str]:
         coming[asked.ray_node_type_name] += asked.count
     does = [f"Ray's autoscaler starts {count} {kind}" for kind, count in sorted(coming.items())]
     does += [
-        f"it did not get {one.ray_node_type_name}: {one.reason}" for one in state.failed_instance_requests
+        f"it did not get {one.ray_node_type_name}: {one.reason}"
+        for one in state.failed_instance_requests
     ]
     never = any(group in one.details for one in state.infeasible_gang_resource_requests)
     return never, "; ".join(does)
@@ -154,7 +155,9 @@ class Group:
                 return []
             self._bundles |= dict(zip(ask.machines, places, strict=True))
             self._left += len(places)
-        return [_Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)]
+        return [
+            _Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)
+        ]
 
     @property
     def over(self) -> bool:
@@ -171,7 +174,9 @@ class Group:
             else:
                 self._wait(vms)
         except Exception as error:
-            why_not = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            why_not = (
+                str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            )
             for vm in vms:
                 self._gone(vm, why_not, "EngineError")
             return
@@ -195,7 +200,9 @@ class Group:
             if all(vm.released for vm in vms):
                 raise EngineError("given back")
             nodes = _nodes()
-            if new and bundle(self._demand, nodes) != self._wanted:  # nodes came, with GPUs or without
+            if (
+                new and bundle(self._demand, nodes) != self._wanted
+            ):  # nodes came, with GPUs or without
                 remove_placement_group(self._placement)
                 self._place(nodes, len(vms))
             size = len(set(self._bundles.values()))
@@ -368,7 +375,9 @@ def _watch_head(driver: Driver, head: Any) -> None:
             heard = time.monotonic()
         if not belongs:
             why = "was started anew, or counts this machine as lost"
-    driver.report(ClusterReport(why_not=f"the head of the Ray cluster at {context.gcs_address} {why}"))
+    driver.report(
+        ClusterReport(why_not=f"the head of the Ray cluster at {context.gcs_address} {why}")
+    )
     os._exit(1)
 
 
@@ -379,7 +388,9 @@ def main() -> None:
         for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
         here = _connect(sys.argv[1], float(sys.argv[2]))
-        head = inner("ray._private.worker", "global_worker", "gcs_client")  # a connected driver has it
+        head = inner(
+            "ray._private.worker", "global_worker", "gcs_client"
+        )  # a connected driver has it
         report(ClusterReport(here))
     except EngineError as error:
         report(ClusterReport(why_not=str(error), advised=True))

@@ -54,7 +54,9 @@ class VmActor:
         if differing := differing_versions(versions(), here):
             return f"{differing} (node {host})", "VersionMismatch"
         scratch = make_short_folder()
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)
+        }
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(given_gpus())
         there = {"scratch": scratch, "environ": environ, "host": host, "node": host}
         config = {**json.loads(line), **there}

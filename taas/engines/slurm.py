@@ -28,7 +28,15 @@ from taas.wording import shown
 COMMANDS = ("sbatch", "squeue", "sinfo", "scancel", "scontrol")
 _TABLE = {option.name: option for option in SLURM_OPTIONS}
 _COMMAND_SECONDS = 10.0
-WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+WAITS = (
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "RESV_DEL_HOLD",
+)
 _GOES_ON = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 _FORMAT = "%i|%T|%r|%l|%L|%k"
 
@@ -46,8 +54,13 @@ class SlurmEngine(DrivenEngine):
             line = read_line(words, _TABLE)
         except HeaderError as error:
             raise HeaderError(f"{where} slurm {error}") from None
-        said = {name: line.options.get(name, configured[option.setting]) for name, option in _TABLE.items()}
-        types = [f"--{kind.name}={kind.slurm}" for kind in configured.instances.values() if kind.slurm]
+        said = {
+            name: line.options.get(name, configured[option.setting])
+            for name, option in _TABLE.items()
+        }
+        types = [
+            f"--{kind.name}={kind.slurm}" for kind in configured.instances.values() if kind.slurm
+        ]
         return shlex.join([*(f"--{name}={value}" for name, value in said.items() if value), *types])
 
     @staticmethod
@@ -171,7 +184,9 @@ class Standing(NamedTuple):
     @property
     def nodes_said(self) -> str:
         """What its nodes said before it ended; empty where the comment is somebody else's."""
-        return self.comment.removeprefix(_OUR_COMMENT) if self.comment.startswith(_OUR_COMMENT) else ""
+        return (
+            self.comment.removeprefix(_OUR_COMMENT) if self.comment.startswith(_OUR_COMMENT) else ""
+        )
 
     @property
     def error(self) -> str:
@@ -186,7 +201,9 @@ class Standing(NamedTuple):
     def why_over(self, job: str) -> str:
         """Say why it is over, or why Slurm ends it; empty where that is not known."""
         if self.state == "TIMEOUT" or self.reason == "TimeLimit":
-            return f"Slurm ended its job {job} at the time limit ({self.limit}): --time asks for more"
+            return (
+                f"Slurm ended its job {job} at the time limit ({self.limit}): --time asks for more"
+            )
         words = {
             "CANCELLED": "cancelled (scancel)",
             "PREEMPTED": "preempted",
@@ -217,7 +234,11 @@ def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
     """Return how jobs stand, by their numbers; those that Slurm has forgotten are not there. None: it does not answer."""
     try:
         said = slurm(
-            "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--format={_FORMAT}"
+            "squeue",
+            "--noheader",
+            "--states=all",
+            f"--jobs={','.join(jobs)}",
+            f"--format={_FORMAT}",
         )
     except EngineError as error:
         return {} if "Invalid job id" in str(error) else None

@@ -115,7 +115,9 @@ class SlurmDriver:
 
     def _cancel(self, jobs: Iterable[_Job]) -> None:
         if ids := [job.id for job in jobs]:
-            with contextlib.suppress(EngineError):  # they are over; or Slurm is, and nodes end by themselves
+            with contextlib.suppress(
+                EngineError
+            ):  # they are over; or Slurm is, and nodes end by themselves
                 slurm("scancel", *ids)
 
     # ------------------------------------------------------------ the queue
@@ -150,7 +152,9 @@ class SlurmDriver:
     def _tell_waiting(self, job: _Job, now: Standing) -> None:
         """Say what nodes wait for, or that they have waited for too long."""
         waits = time.monotonic() - job.asked
-        said = f"Slurm job {job.id}: {now.state}" + (f" ({now.reason})" if now.state in WAITS else "")
+        said = f"Slurm job {job.id}: {now.state}" + (
+            f" ({now.reason})" if now.state in WAITS else ""
+        )
         if now.state in WAITS and waits > job.demand.wait:
             nodes, waited = counted(job.nodes, "node"), elapsed(job.demand.wait)
             text = (
@@ -174,7 +178,9 @@ class SlurmDriver:
             text = f"Slurm: its job {job.id} reaches the time limit ({now.limit}) in {left:.0f} s; --time asks for more"
             self._say(job.left, "ending", text)
 
-    def _say(self, numbers: Iterable[int], state: States, text: str, error: str = "RunLost") -> None:
+    def _say(
+        self, numbers: Iterable[int], state: States, text: str, error: str = "RunLost"
+    ) -> None:
         for number in numbers:
             self._report(VmReport(number, state, text, error))
 

@@ -125,7 +125,9 @@ def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str
     if near:
         return f"{fact}: did you mean --{near}{equals}{shown(value)}?"
     allowed = ", ".join(f"--{name}" for name in table) or "none"
-    return refusal(fact, "leave it out" if is_option else "leave it out, or put a value in quotes", allowed)
+    return refusal(
+        fact, "leave it out" if is_option else "leave it out, or put a value in quotes", allowed
+    )
 
 
 def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone: bool) -> Any:
@@ -137,14 +139,18 @@ def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone
     is_next = joined is None and bool(waiting) and not waiting[0].startswith("--")
     if option.convert is None:
         if joined is not None:
-            raise HeaderError(refusal(f"--{name}={shown(joined)}", f"type --{name}, which takes no value"))
+            raise HeaderError(
+                refusal(f"--{name}={shown(joined)}", f"type --{name}, which takes no value")
+            )
         if is_next and alone and waiting[0][:1] not in _DASHES and "=" not in waiting[0]:
             fact = f"--{name} {shown(waiting[0])}"
             raise HeaderError(refusal(fact, f"type --{name}, which takes no value"))
         return True
     value = joined if joined is not None else waiting.pop(0) if is_next else ""
     beside = (
-        [*itertools.takewhile(lambda word: word[0] not in _DASHES, filter(None, waiting))] if alone else []
+        [*itertools.takewhile(lambda word: word[0] not in _DASHES, filter(None, waiting))]
+        if alone
+        else []
     )
     whole = " ".join((value, *beside))
     try:
@@ -165,9 +171,13 @@ def _wrong_value(option: Option, fact: str, near: str | None) -> str:
     if near:
         return f"{fact}: did you mean --{option.name} {near}? Allowed is {option.convert.allowed}"
     more = (
-        " (a name in {} or after $ is expanded only where the notebook has it)" if {*"{$"} & {*fact} else ""
+        " (a name in {} or after $ is expanded only where the notebook has it)"
+        if {*"{$"} & {*fact}
+        else ""
     )
-    return refusal(fact, f"type --{option.name} {option.convert.instead}", option.convert.allowed + more)
+    return refusal(
+        fact, f"type --{option.name} {option.convert.instead}", option.convert.allowed + more
+    )
 
 
 # ---------------------------------------------------------------- kinds of values
@@ -252,14 +262,21 @@ def whole(low: int, high: int = _MOST) -> Kind:
     """A whole number from ``low`` to ``high``."""
     bounds = f"of at least {low}" if high == _MOST else f"from {low} to {high}"
     return Kind(
-        _NUMBER, f"a whole number {bounds}", "1", _between(low, high), guess=_number_within(low, high)
+        _NUMBER,
+        f"a whole number {bounds}",
+        "1",
+        _between(low, high),
+        guess=_number_within(low, high),
     )
 
 
 def choice(*words: str) -> Kind:
     """One of a few words."""
     return Kind(
-        "|".join(words), " or ".join(words), words[0], guess=lambda text: nearest(text, words, 0.5) or ""
+        "|".join(words),
+        " or ".join(words),
+        words[0],
+        guess=lambda text: nearest(text, words, 0.5) or "",
     )
 
 
@@ -397,7 +414,9 @@ seconds = Kind(
     _time_meant,
 )
 """A length of time above 0, in seconds where no unit is given."""
-seconds_or_none = Kind(_TIME, "a number of seconds, or a time such as 5min", "300", _measured, _time_meant)
+seconds_or_none = Kind(
+    _TIME, "a number of seconds, or a time such as 5min", "300", _measured, _time_meant
+)
 """A length of time that may be 0."""
 size = Kind(
     r"[0-9]{1,15}|[0-9]{1,12}(?:\.[0-9]{1,6})?\s*[KMGT]i?B?",

@@ -43,7 +43,9 @@ def offers(line: str) -> tuple[str, dict[str, str]]:
 def _types() -> dict[str, str]:
     kinds = load_catalog().instances.values()
     return {
-        kind.name: f"{kind.gpus} {kind.gpu_model}, {kind.vcpus} vCPUs" if kind.gpus else f"{kind.vcpus} vCPUs"
+        kind.name: f"{kind.gpus} {kind.gpu_model}, {kind.vcpus} vCPUs"
+        if kind.gpus
+        else f"{kind.vcpus} vCPUs"
         for kind in kinds
     }
 

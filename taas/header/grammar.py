@@ -103,9 +103,13 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
     return HeaderText(instance=types[0][1] if types else None, options=options, problem=problem), at
 
 
-def _out_of_order(head: list[str], types: list[re.Match[str]], pragmas: list[re.Match[str]]) -> str | None:
+def _out_of_order(
+    head: list[str], types: list[re.Match[str]], pragmas: list[re.Match[str]]
+) -> str | None:
     """What is wrong with the lines of a header if not one type alone on its line, and below it one pragma."""
-    beside = [meant for line in types if line[2] and (meant := _meant(line[2], headed=True)) is not None]
+    beside = [
+        meant for line in types if line[2] and (meant := _meant(line[2], headed=True)) is not None
+    ]
     said = [line[0] for line in (*types, *pragmas)]
     lines = sorted(said, key=head.index)
     if max(len(types), len(pragmas)) < 2 and not beside and lines == said:
@@ -150,7 +154,11 @@ def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
             kind = _TYPE.fullmatch(comment)
             if (kind and TYPE_NAME.fullmatch(kind[1].lower())) or _meant(comment) is not None:
                 where = f"line {number}, {shown(comment)}, stands below code"
-                cure = "leave it out, the cell has a header" if headed else "move it to the top of the cell"
+                cure = (
+                    "leave it out, the cell has a header"
+                    if headed
+                    else "move it to the top of the cell"
+                )
                 return refusal(where, cure, "only blank lines and comments above a header")
         at += len(line) + 1
         quotes += line.count('"""') + line.count("'''")
@@ -177,7 +185,9 @@ def parse_header(
         raise HeaderError(header.problem)
     fill = (lambda text: text) if header.magic else expand
     given = read_options(fill(header.options or ""), magic=header.magic)
-    name = given.pop("on", None) if header.magic else header.instance and fill(header.instance).strip()
+    name = (
+        given.pop("on", None) if header.magic else header.instance and fill(header.instance).strip()
+    )
     before = "--on " if header.magic else "#!"
     kind = catalog.find(name, before) if name is not None else None
     _check_setup(given, kind)
@@ -211,7 +221,9 @@ def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
     raise HeaderError(refusal(f"--setup with {beside}", answer))
 
 
-def _shape(kind: InstanceType | None, given: dict[str, Any], visible: int, before: str) -> dict[str, Any]:
+def _shape(
+    kind: InstanceType | None, given: dict[str, Any], visible: int, before: str
+) -> dict[str, Any]:
     """How many VMs, ranks on each, and GPUs for each rank; an instance type is typed after ``before``."""
     if kind is None:
         if "gpus" not in given:

@@ -41,7 +41,9 @@ def _row(
     **more: Any,
 ) -> Any:
     """A field that an option sets: ``--field-name``, or what ``option`` says; the rest as in `Option`."""
-    return field(default=default, metadata={"option": Option(option, metavar, convert, about, **more)})
+    return field(
+        default=default, metadata={"option": Option(option, metavar, convert, about, **more)}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,10 @@ _GPUS = Option(  # it sets three fields, together with the instance type
     ),
 )
 _SETUP = Option(
-    "setup", "", None, "alone: it runs here, and again in each process of later runs, before names arrive"
+    "setup",
+    "",
+    None,
+    "alone: it runs here, and again in each process of later runs, before names arrive",
 )
 _FIELDS: dict[str, Option] = {
     row.name: replace(option, name=option.name or row.name.replace("_", "-"))
@@ -151,7 +156,9 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (_GPUS, *_FIELDS
 """All that a header may ever say, and what help, completion and error messages name."""
 SETTINGS = {option.setting: option for option in OPTIONS.values() if option.setting}
 """By section and key of ``taas.toml``, the option of which that says what holds in notebooks."""
-DEFAULTS = {option.setting: getattr(RunSpec, name) for name, option in _FIELDS.items() if option.setting}
+DEFAULTS = {
+    option.setting: getattr(RunSpec, name) for name, option in _FIELDS.items() if option.setting
+}
 """What holds where neither a header nor ``taas.toml`` says anything, by section and key."""
 ON = Option(
     "on",
@@ -160,8 +167,12 @@ ON = Option(
     "instance type, as #!TYPE above a cell (only on a %%taas line; see %taas types)",
     meant_by=("type", "instance", "instance-type", "machine", "t"),
 )
-_IN_HELP = dict.fromkeys(("help", "h"), "type %%taas? in a cell of its own, which shows what there is")
-_ABOVE = dict.fromkeys((ON.name, *ON.meant_by), "write #!TYPE on the line above (%taas types lists them)")
+_IN_HELP = dict.fromkeys(
+    ("help", "h"), "type %%taas? in a cell of its own, which shows what there is"
+)
+_ABOVE = dict.fromkeys(
+    (ON.name, *ON.meant_by), "write #!TYPE on the line above (%taas types lists them)"
+)
 _NOT_NEEDED = dict.fromkeys(
     (
         *("master-addr", "master-port", "standalone", "node-rank", "use-env", "start-method"),
@@ -191,12 +202,16 @@ def read_options(text: str, *, magic: bool) -> dict[str, Any]:
     return dict(read_line(split_words(text), table, elsewhere=elsewhere).options)
 
 
-def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def spec_values(
+    given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int
+) -> dict[str, Any]:
     """Return the fields that the header sets, or else ``taas.toml``; a HeaderError: a rank is named that the run does not have."""
     values: dict[str, Any] = {}
     for name, option in _FIELDS.items():
         said = [
-            where[key] for where, key in ((given, option.name), (settings, option.setting)) if key in where
+            where[key]
+            for where, key in ((given, option.name), (settings, option.setting))
+            if key in where
         ]
         if option.repeats:  # those of taas.toml first
             values[name] = tuple(dict.fromkeys(item for items in reversed(said) for item in items))

@@ -59,12 +59,16 @@ def public_part(record: RunRecord) -> dict[str, Any]:
     facts: dict[str, Any] = msgspec.to_builtins(record)
     cell = facts.pop("cell")
     spec = cell["spec"]
-    facts["header"] = {name: value for name, value in spec.items() if name not in _WITH_NAMES and value}
+    facts["header"] = {
+        name: value for name, value in spec.items() if name not in _WITH_NAMES and value
+    }
     facts["lines of the cell"] = len(record.cell.text.splitlines())
     for name in ("project", "notebook", "questions", "notices", "message"):
         facts.pop(name)  # texts with names, paths or words of the user's
     facts["losses"] = len(record.losses)
-    facts["use"] = [{k: v for k, v in use.items() if not isinstance(v, str)} for use in facts["use"]]
+    facts["use"] = [
+        {k: v for k, v in use.items() if not isinstance(v, str)} for use in facts["use"]
+    ]
     if record.trouble is not None:
         facts["trouble"] = type(record.trouble).__name__
     if record.first is not None:

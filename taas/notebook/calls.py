@@ -74,7 +74,9 @@ def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **mo
         return shell.user_ns[returned]
 
 
-def submit(function: Callable[..., Any], /, *args: Any, collect: bool = False, **more: Any) -> RunHandle:
+def submit(
+    function: Callable[..., Any], /, *args: Any, collect: bool = False, **more: Any
+) -> RunHandle:
     """Call a function in ranks, in the background; return a handle at once.
 
     Arguments and errors before the start are those of :func:`run`. The handle's ``result()`` is a copy of what the
@@ -113,7 +115,9 @@ class _Call(NamedTuple):
         for key, value in more.items():
             option = key.replace("_", "-")
             if option in _OF_CELLS and key not in own:
-                raise HeaderError(f"{key} is an option of a cell's header alone: {_OF_CELLS[option]}")
+                raise HeaderError(
+                    f"{key} is an option of a cell's header alone: {_OF_CELLS[option]}"
+                )
             if option not in OPTIONS and option != ON.name:
                 named[key] = value
             elif key in own:
@@ -198,7 +202,9 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
         return frozenset()
 
 
-def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
     """Raise a TypeError where a function does not take these arguments; a misspelt option is one that it does not take."""
     try:
         signature = inspect.signature(function)
@@ -222,7 +228,9 @@ def _shell() -> Any:
     """Return the notebook's shell; in a script one whose names are the script's."""
     shell = get_ipython()
     if getattr(shell, "is_rank", False):
-        raise HeaderError("taas.run and taas.submit start ranks, and this is one: call the function itself")
+        raise HeaderError(
+            "taas.run and taas.submit start ranks, and this is one: call the function itself"
+        )
     if shell is None:
         config = Config(HistoryManager={"enabled": False})
         shell = InteractiveShell.instance(config=config, user_module=sys.modules["__main__"])

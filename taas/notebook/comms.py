@@ -25,7 +25,9 @@ from taas.wording import shown, text_of
 
 _WIDGETS = "jupyter.widget"
 """The comms of ipywidgets."""
-_CLASS = tuple(f"_{of}_{what}" for of in ("model", "view") for what in ("module", "module_version", "name"))
+_CLASS = tuple(
+    f"_{of}_{what}" for of in ("model", "view") for what in ("module", "module_version", "name")
+)
 """What a model's state says of its class, in the order in which ipywidgets asks for it."""
 
 Publish = Callable[..., None]
@@ -128,7 +130,9 @@ class KernelEnds:
             with self._explained(said):
                 (_widget_of(end) or end).close()
             return
-        end.publish_msg(said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"])
+        end.publish_msg(
+            said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"]
+        )
         with self._explained(said):
             if opens and end.target_name == _WIDGETS:
                 _make_twin(end, said)
@@ -142,11 +146,15 @@ class KernelEnds:
             yield
         except Exception as error:
             known, told = _all_widgets().get(said["comm_id"]), said["data"].get("state", {})
-            kind = getattr(known, "_model_name", told.get("_model_name", "widget")).removesuffix("Model")
+            kind = getattr(known, "_model_name", told.get("_model_name", "widget")).removesuffix(
+                "Model"
+            )
             if kind not in self._failed:
                 self._failed.add(kind)
                 why = f"{type(error).__name__}: {shown(text_of(error), 200)}"
-                self._say(f"a page that is loaded again may not draw this {kind} as it is now: {why}")
+                self._say(
+                    f"a page that is loaded again may not draw this {kind} as it is now: {why}"
+                )
 
     def settle(self) -> None:
         """Let widgets that came back with the run's names take their twins' places."""

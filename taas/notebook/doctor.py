@@ -103,7 +103,9 @@ def _packages() -> Iterable[Finding]:
         _NVML,
     )
     for name in names:
-        if version := _version(name):  # Ray is for many machines alone, the last one for NVIDIA's GPUs
+        if version := _version(
+            name
+        ):  # Ray is for many machines alone, the last one for NVIDIA's GPUs
             found.append(f"{name} {version}")
     yield Finding("ok", "packages", ", ".join(found))
 
@@ -125,16 +127,16 @@ def _monitoring(root: Path = Path("/")) -> Iterable[Finding]:
     if version := _version(_NVML):
         yield Finding("ok", _NVML, f"{version}: a run's rows show what its GPUs do")
     else:
-        fact = (
-            "not installed: a run's rows do not show how busy its GPUs are, nor the memory that is used there"
-        )
+        fact = "not installed: a run's rows do not show how busy its GPUs are, nor the memory that is used there"
         yield Finding("note", _NVML, fact, f"pip install {_NVML}")
 
 
 def _torch() -> Iterable[Finding]:
     command = [sys.executable, "-c", _TORCH]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=True
+        )
     except subprocess.SubprocessError as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         last = (said.strip().splitlines() or ["it ended without a word"])[-1]
@@ -145,14 +147,18 @@ def _torch() -> Iterable[Finding]:
     lacks = [backend for backend in wanted if not said[backend]]
     build = f"CUDA {said['cuda']}" if said["cuda"] else "CPU build"
     fact = f"{said['torch']} ({build}, {'without' if lacks else 'with'} {' and '.join(lacks or wanted)})"
-    yield Finding("bad" if lacks else "ok", "torch", fact, "install torch from PyPI" if lacks else "")
+    yield Finding(
+        "bad" if lacks else "ok", "torch", fact, "install torch from PyPI" if lacks else ""
+    )
     yield _gpus(said["gpus"])
 
 
 def _gpus(of_torch: Sequence[str], root: Path = Path("/")) -> Finding:
     present, unseen = visible_gpus(root), None if present_gpus(root) else unseen_gpu(root)
     if present and lacks_uvm(root):
-        fact = f"the driver shows {len(present)}, and /dev/nvidia-uvm, which CUDA needs, is not there"
+        fact = (
+            f"the driver shows {len(present)}, and /dev/nvidia-uvm, which CUDA needs, is not there"
+        )
         advice = (
             "run `nvidia-modprobe -u -c=0`, as root where it asks for that: the file is made by the first program that "
             "uses CUDA after the machine was booted; in a container, start that with --gpus all"
@@ -160,7 +166,9 @@ def _gpus(of_torch: Sequence[str], root: Path = Path("/")) -> Finding:
         return Finding("bad", "GPUs", fact, advice)
     if present and not of_torch:
         fact = f"the driver shows {len(present)}, torch sees none"
-        return Finding("bad", "GPUs", fact, "install a torch build for the driver that `nvidia-smi` shows")
+        return Finding(
+            "bad", "GPUs", fact, "install a torch build for the driver that `nvidia-smi` shows"
+        )
     if present:
         return Finding("ok", "GPUs", ", ".join(of_torch))
     where, advice = unseen or ("", "nothing, or run where there are GPUs")
@@ -175,22 +183,30 @@ def _limited(what: str, fact: str, limited: bool, advice: str) -> Finding:
 def _machine() -> Iterable[Finding]:
     free, cores = memory_left().free, len(os.sched_getaffinity(0))
     advice = "a rank needs about 0.2 GB, and its model: close something"
-    yield _limited("machine", f"{cores} cores, {size_in_words(free)} memory free", free < _GIB, advice)
+    yield _limited(
+        "machine", f"{cores} cores, {size_in_words(free)} memory free", free < _GIB, advice
+    )
     advice = "DataLoader workers and delivery need more: start the container with --shm-size=8g"
     yield _room("shared memory", Path("/dev/shm"), advice)  # noqa: S108  it is what is asked about
     folder = Path(jupyter_runtime_dir())
     folder.mkdir(parents=True, exist_ok=True)
-    yield _room("run folders", folder, "output of runs is kept there: make room, or set JUPYTER_RUNTIME_DIR")
+    yield _room(
+        "run folders", folder, "output of runs is kept there: make room, or set JUPYTER_RUNTIME_DIR"
+    )
 
 
 def _room(what: str, folder: Path, advice: str) -> Finding:
     free = shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
-    return _limited(what, f"{size_in_words(free)} to be written in {folder}", free < _GIB // 4, advice)
+    return _limited(
+        what, f"{size_in_words(free)} to be written in {folder}", free < _GIB // 4, advice
+    )
 
 
 def _write_rule() -> Iterable[Finding]:
     fact = "; ".join(line.strip() for line in walls.verdicts()).removeprefix("write rule: ")
-    advice = "as root, or with user namespaces, ranks get a mount; Linux 5.13 or newer may have Landlock"
+    advice = (
+        "as root, or with user namespaces, ranks get a mount; Linux 5.13 or newer may have Landlock"
+    )
     yield _limited("write rule", fact, not fact.startswith("mount"), advice)
 
 
@@ -207,15 +223,22 @@ def examine_slurm(settings: Settings) -> Iterable[Finding]:
             yield _limited(f"partition {name}", fact, state != "up", "choose another one")
         yield from _node(settings, own_address(settings))
     except EngineError as error:
-        advice = (
-            "on a login node, perhaps after `module load slurm`, `scontrol ping` tells whether it is there"
-        )
+        advice = "on a login node, perhaps after `module load slurm`, `scontrol ping` tells whether it is there"
         yield Finding("bad", "Slurm", str(error), advice)
 
 
 def _node(settings: Settings, host: str) -> Iterable[Finding]:
-    asked = [f"--{name}={value}" for name in ("partition", "account") if (value := settings.get(name))]
-    command = ("srun", "--quiet", "--nodes=1", "--ntasks=1", "--time=1", f"--immediate={_SLURM_SECONDS // 2}")
+    asked = [
+        f"--{name}={value}" for name in ("partition", "account") if (value := settings.get(name))
+    ]
+    command = (
+        "srun",
+        "--quiet",
+        "--nodes=1",
+        "--ntasks=1",
+        "--time=1",
+        f"--immediate={_SLURM_SECONDS // 2}",
+    )
     with contextlib.closing(socket.create_server((host, 0))) as server:
         look = (settings.python, "-P", "-c", _ON_A_NODE, host, str(server.getsockname()[1]))
         try:
@@ -224,9 +247,17 @@ def _node(settings: Settings, host: str) -> Iterable[Finding]:
             advice = "give --python, and install taas there; or try again when a node is free"
             yield Finding("bad", "a node", str(error), advice)
             return
-    yield Finding("ok", "a node", f"{name}, Python {there['python']}, torch {there['torch'] or 'missing'}")
+    yield Finding(
+        "ok", "a node", f"{name}, Python {there['python']}, torch {there['torch'] or 'missing'}"
+    )
     if differing := differing_versions(there, versions()):
-        yield Finding("bad", "versions", differing, "most simply both use one environment: --python")
+        yield Finding(
+            "bad", "versions", differing, "most simply both use one environment: --python"
+        )
     way = f"{name} {'does not reach' if why else 'reaches'} this machine at {host}"
     advice = "a firewall between them? Or give --host another address of this machine"
-    yield Finding("bad", "way back", f"{way}: {why}", advice) if why else Finding("ok", "way back", way)
+    yield (
+        Finding("bad", "way back", f"{way}: {why}", advice)
+        if why
+        else Finding("ok", "way back", way)
+    )

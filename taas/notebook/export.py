@@ -107,9 +107,13 @@ def export(record: RunRecord, folder: str) -> list[str]:
         raise EngineError(f"{to / PROGRAM} is there already: name another folder with --to")
     command = "import sys; from taas.notebook.export import main; main(*sys.argv[1:])"
     arguments = [sys.executable, "-P", "-c", command, str(record.folder), str(to.absolute())]
-    done = subprocess.run(arguments, cwd=record.project, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        arguments, cwd=record.project, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise EngineError(f"{record.name} cannot be exported: {(done.stderr.splitlines() or ['?'])[-1]}")
+        raise EngineError(
+            f"{record.name} cannot be exported: {(done.stderr.splitlines() or ['?'])[-1]}"
+        )
     return done.stdout.splitlines()
 
 
@@ -129,7 +133,9 @@ def main(folder: str, to: str) -> None:
     typed = payload.contents["history"].get("typed", [])
     setup = [_HEADER.sub("", SetupCell._make(cell).text) for cell in payload.contents["setup"]]
     written = _Program(record, names, _bindings(typed), os.path.relpath(to, record.project), setup)
-    written.notes += [f"{name}: not exported, {why}" for name, why in payload.contents["left behind"].items()]
+    written.notes += [
+        f"{name}: not exported, {why}" for name, why in payload.contents["left behind"].items()
+    ]
     text = written.text()
     try:
         compile(text, PROGRAM, "exec")
@@ -169,7 +175,9 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
                     if before and isinstance(before.node, ast.Import):  # import a.b, after import a
                         source = "\n".join(dict.fromkeys([*before.source.splitlines(), source]))
                 else:
-                    first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
+                    first = min(
+                        (d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno
+                    )
                     source = textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
                 found[name] = _Bound(own, source.rstrip(), (number, node.lineno))
     return found
@@ -205,7 +213,8 @@ def _generators() -> dict[str, Any]:
     """Return the states of the random generators, by library."""
     there = [library for library in _GENERATORS if loaded(library) is not None]
     return {
-        library: operator.attrgetter(_GENERATORS[library][0])(sys.modules[library])() for library in there
+        library: operator.attrgetter(_GENERATORS[library][0])(sys.modules[library])()
+        for library in there
     }
 
 
@@ -245,8 +254,12 @@ class _Program:
             self._plain["display"] = "print"
         self._waiting = [*names]
         for name in self._waiting:  # it grows
-            if name in names or (name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))):
-                self._place(name, bound.get(name), names.get(name))  # else a builtin, or a name of its own
+            if name in names or (
+                name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))
+            ):
+                self._place(
+                    name, bound.get(name), names.get(name)
+                )  # else a builtin, or a name of its own
 
     def _without_magic(self, found: re.Match[str]) -> str:
         self.notes.append(f"{shown(found[2])}: not exported, it is IPython's")
@@ -287,7 +300,14 @@ class _Program:
 
     def _place_loader(self, name: str, parts: Any) -> None:
         """Take a registered loader apart: as in the run, element i is rank ``i % N``'s."""
-        names = ("dataset", "num_workers", "collate_fn", "worker_init_fn", "persistent_workers", "generator")
+        names = (
+            "dataset",
+            "num_workers",
+            "collate_fn",
+            "worker_init_fn",
+            "persistent_workers",
+            "generator",
+        )
         given: dict[str, Any] = {key: getattr(parts, key) for key in names}
         if parts.plain:
             given = {"elements": parts.dataset}
@@ -304,7 +324,9 @@ class _Program:
             return
         self.loaders.add(name)
         if parts.generator is None and not parts.plain:
-            self.notes.append(f"{name}: it has no generator of its own, so the program draws another order")
+            self.notes.append(
+                f"{name}: it has no generator of its own, so the program draws another order"
+            )
 
     def data(self) -> bytes:
         """The data file: the names by value, and the states of the random generators."""
@@ -344,7 +366,9 @@ class _Program:
         needed = {f"import {name}" for name in ("os", "pickle", "sys", "torch", *self._generators)}
         needed |= {"from pathlib import Path", *self._imports}
         needed |= {"from torch.utils.data import DataLoader"} if self.loaders else set()
-        ordered = sorted(needed, key=lambda line: ("__future__" not in line, line.startswith("from "), line))
+        ordered = sorted(
+            needed, key=lambda line: ("__future__" not in line, line.startswith("from "), line)
+        )
         return "\n".join([*ordered, _BEGIN])
 
     def _loaded(self, name: str) -> str:

@@ -54,7 +54,9 @@ class Interrupts:
     def _press(self, number: int, frame: object) -> None:
         self.count += 1
         if self.count >= self._last:
-            raise interrupted("interrupted while the run's names were unpacked: some of them may have come")
+            raise interrupted(
+                "interrupted while the run's names were unpacked: some of them may have come"
+            )
 
     @contextlib.contextmanager
     def raised(self, presses: int) -> Iterator[None]:
@@ -118,7 +120,9 @@ def run_in_foreground(
 class _Foreground(RunView):
     """A run whose cell waits for it: the cell reads the run's folder, and takes the answer when it is over."""
 
-    def __init__(self, record: RunRecord, shell: Any, supervisor: Supervised, interrupts: Interrupts) -> None:
+    def __init__(
+        self, record: RunRecord, shell: Any, supervisor: Supervised, interrupts: Interrupts
+    ) -> None:
         super().__init__(record, shell, live=True)
         self._supervisor, self._interrupts = supervisor, interrupts
         self._relayed = 0

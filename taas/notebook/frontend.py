@@ -18,7 +18,14 @@ from taas.config import load_catalog, project_folder
 from taas.dataloader_registry import registered
 from taas.engines.gpus import visible_gpus
 from taas.errors import HeaderError
-from taas.header.grammar import HeaderText, find_header, has_code, is_setup, parse_header, parse_magic_line
+from taas.header.grammar import (
+    HeaderText,
+    find_header,
+    has_code,
+    is_setup,
+    parse_header,
+    parse_magic_line,
+)
 from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.cell_output import CellOutput, Screen
 from taas.notebook.doctor import Finding, report
@@ -112,7 +119,9 @@ def run_script(path: str, options: str) -> bool:
             "is one, in its first lines or as options (taas run SCRIPT --gpus 8 --on g2.8)"
         )
     if is_setup(header or parse_magic_line(options)):
-        raise HeaderError("--setup in a script: write that code into the script itself, below its header")
+        raise HeaderError(
+            "--setup in a script: write that code into the script itself, below its header"
+        )
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     sys.argv = [path]
     try:

@@ -26,7 +26,15 @@ from taas.notebook.watched_run import watched
 from taas.runs.events import COLLECTED
 from taas.runs.places import ProcessMark
 from taas.runs.reader import LOOK_SECONDS, RunReader, finish
-from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, of_notebook, open_kept, read_records
+from taas.runs.records import (
+    ANSWER,
+    LOADERS,
+    PAYLOAD,
+    RunRecord,
+    of_notebook,
+    open_kept,
+    read_records,
+)
 from taas.supervisor import connections
 from taas.wire.ranks import Answer, Asking
 
@@ -129,7 +137,9 @@ class RunView:
         A rank keeps its turn as long as it asks on. A KeyboardInterrupt is no answer.
         """
         start = record.restarts
-        found = [one for one in record.questions if (start, one.rank, one.number) not in self._answered]
+        found = [
+            one for one in record.questions if (start, one.rank, one.number) not in self._answered
+        ]
         asked = next((one for one in found if one.rank == self._turn), None)
         if asked is None and time.monotonic() >= self._turn_until:
             asked = next(iter(found), None)
@@ -140,13 +150,23 @@ class RunView:
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
-        self.send(Answer(run=record.name, rank=asked.rank, number=asked.number, text=text, refused=refused))
+        self.send(
+            Answer(
+                run=record.name, rank=asked.rank, number=asked.number, text=text, refused=refused
+            )
+        )
         return True
 
     def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
-        prompt = asked.prompt if record.cell.spec.world_size == 1 else f"[rank {asked.rank}] {asked.prompt}"
+        prompt = (
+            asked.prompt
+            if record.cell.spec.world_size == 1
+            else f"[rank {asked.rank}] {asked.prompt}"
+        )
         kernel = getattr(self._shell, "kernel", None)
-        secretly, openly = (kernel.getpass, kernel.raw_input) if kernel else (getpass.getpass, input)
+        secretly, openly = (
+            (kernel.getpass, kernel.raw_input) if kernel else (getpass.getpass, input)
+        )
         try:
             return (secretly if asked.hidden else openly)(prompt), ""
         except EOFError:
@@ -179,7 +199,9 @@ class RunView:
         if record.cell.spec.collect:
             say(*collect(record.cell.spec.collect, record.rank_folders()))
             for folder in record.rank_folders() if not record.background else ():
-                (folder / COLLECTED).unlink(missing_ok=True)  # as the names of such a run, it comes once
+                (folder / COLLECTED).unlink(
+                    missing_ok=True
+                )  # as the names of such a run, it comes once
 
     def end(self) -> None:
         """Show how the run ended."""
@@ -236,7 +258,9 @@ def mend_lines(shell: Any, notebook: str, project: str) -> None:
     if _mended or not hasattr(shell, "kernel"):
         return
     _mended = True
-    threading.Thread(target=_mend, args=(shell, notebook, project), name="taas-mends", daemon=True).start()
+    threading.Thread(
+        target=_mend, args=(shell, notebook, project), name="taas-mends", daemon=True
+    ).start()
 
 
 def _mend(shell: Any, notebook: str, project: str) -> None:
@@ -320,17 +344,23 @@ def attach(record: RunRecord, shell: Any) -> None:
         try:
             record = view.follow()
         except KeyboardInterrupt:
-            say(f"detached; {name} goes on. %taas attach {name} comes back to it, %taas stop {name} ends it")
+            say(
+                f"detached; {name} goes on. %taas attach {name} comes back to it, %taas stop {name} ends it"
+            )
             return
         view.output.settle()
         view.end()
         given = pending.find(record)
         captured, loaders = (None, []) if given is None else (given.captured, given.loaders)
-        if loaders and (record.folder / LOADERS).exists():  # their generators stand where the run left them
+        if (
+            loaders and (record.folder / LOADERS).exists()
+        ):  # their generators stand where the run left them
             with os.fdopen(open_kept(record, LOADERS), "rb") as file:
                 apply_final(file.read(), loaders)
         needed = {ANSWER} if captured is not None else {ANSWER, PAYLOAD}
-        if needed <= record.files.keys() or not record.background:  # else its notices say why there are none
+        if (
+            needed <= record.files.keys() or not record.background
+        ):  # else its notices say why there are none
             _bring_names(record, shell, captured, view)
         if record.background:
             view.collect()
@@ -369,7 +399,9 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
     say(f"names here now: {new}" if new else "no name is new")
 
 
-def _applied(record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]) -> Applied:
+def _applied(
+    record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]
+) -> Applied:
     if captured is not None:
         return captured.apply(fd)
     with os.fdopen(open_kept(record, PAYLOAD), "rb") as payload:

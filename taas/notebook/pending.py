@@ -50,7 +50,11 @@ def let_go(record: RunRecord) -> None:
     """Hold it no longer: the run was attached."""
     _pending.pop(record.id, None)
     shell = get_ipython()
-    if not _pending and shell is not None and let_go_of_old in shell.events.callbacks["post_run_cell"]:
+    if (
+        not _pending
+        and shell is not None
+        and let_go_of_old in shell.events.callbacks["post_run_cell"]
+    ):
         shell.events.unregister("post_run_cell", let_go_of_old)
 
 

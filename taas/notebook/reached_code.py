@@ -29,7 +29,9 @@ def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list
     while waiting:
         text, folder = waiting.pop()
         found = [*_imported(text, folder, project)]
-        if folder == project:  # it may be the notebook's: a file of the project does not see its names
+        if (
+            folder == project
+        ):  # it may be the notebook's: a file of the project does not see its names
             for name in {*_NAME.findall(text)} - names:
                 names.add(name)
                 for source in _sources(namespace.get(name)):
@@ -76,7 +78,9 @@ def _file_of(value: Any, project: Path) -> list[Path]:
         owner = value if issubclass(kind, type | types.FunctionType) else kind
         module = sys.modules.get(str(owner.__module__))
     path = Path("" if module is None else str(vars(module).get("__file__") or ""))
-    return [path] if path.suffix == ".py" and path.is_relative_to(project) and path.is_file() else []
+    return (
+        [path] if path.suffix == ".py" and path.is_relative_to(project) and path.is_file() else []
+    )
 
 
 def _imported(text: str, folder: Path, project: Path) -> Iterator[Path]:

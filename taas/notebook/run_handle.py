@@ -122,7 +122,11 @@ class RunHandle:
         events = RankEvents(self._look().rank_folders()[rank], rank)
         while found := events.read():
             for output in found:
-                yield plain_form(output.kind, read_arguments(output.body)) if output.body else output.text
+                yield (
+                    plain_form(output.kind, read_arguments(output.body))
+                    if output.body
+                    else output.text
+                )
 
     # ------------------------------------------------------------ how it is shown
 

@@ -75,7 +75,9 @@ class Frontend:
             while True:
                 shown = in_full(reader.look(at_once=True))
                 if terminal is not None:
-                    terminal.write(_CLEAR)  # not by `show`: what ranks say gives a terminal no commands
+                    terminal.write(
+                        _CLEAR
+                    )  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
                 if reader.over or terminal is None:
                     return
@@ -93,7 +95,9 @@ class Frontend:
 
     def attach(self, record: RunRecord) -> None:
         """Follow a run, and take its names if there is a notebook to take them."""
-        record = _until_seen(record, record.cell.spec.shown_ranks(), TerminalOutput(plain_among(record)))
+        record = _until_seen(
+            record, record.cell.spec.shown_ranks(), TerminalOutput(plain_among(record))
+        )
         say(tables.line(record).text)
         if record.background:
             say(f"%taas attach {record.name} in a notebook brings its names")
@@ -145,8 +149,12 @@ def _only_run(frontend: Frontend) -> RunRecord:
         return mine[0]
     if not live:
         raise HeaderError("%taas stop: no run goes on; %taas history says how the last ones ended")
-    names = ", ".join(f"%taas stop {told_apart(record, live)} ({record.owner})" for record in mine or live)
-    fact = f"{len(mine)} runs go on here" if mine else "no run of this notebook goes on, but others do"
+    names = ", ".join(
+        f"%taas stop {told_apart(record, live)} ({record.owner})" for record in mine or live
+    )
+    fact = (
+        f"{len(mine)} runs go on here" if mine else "no run of this notebook goes on, but others do"
+    )
     raise HeaderError(f"%taas stop: {fact}; type one of {names}")
 
 
@@ -158,7 +166,9 @@ def _stop(frontend: Frontend, line: Line) -> None:
         for _ in range(2 if "now" in line.options else 1):
             visit.say(RunRequest(run=name, what="interrupt", place=frontend.place))
         deadline = time.monotonic() + _STOP_SECONDS
-        while reader.look().live and not reader.removed and (left := deadline - time.monotonic()) > 0:
+        while (
+            reader.look().live and not reader.removed and (left := deadline - time.monotonic()) > 0
+        ):
             reader.wait(min(left, LOOK_SECONDS))
     hints = f"`%taas stacks {name}` shows where its ranks stand; `%taas stop {name} --now` ends them at once"
     if reader.over:
@@ -173,15 +183,25 @@ def _stacks(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=True)
     with connections.Visit(connections.connection_of(record)) as visit:
         answer = visit.ask(RunRequest(run=record.name, what="stacks"), Stacks)
-    shown = tables.stacks(answer.places) if answer.places else tables.plain(f"{record.name} has no rank now")
+    shown = (
+        tables.stacks(answer.places)
+        if answer.places
+        else tables.plain(f"{record.name} has no rank now")
+    )
     frontend.show(shown)
 
 
 def _recover(frontend: Frontend, line: Line) -> None:
     records = read_records()
-    asked = [_named(frontend, line, live=False)] if line.words else [run for run in records if not run.live]
+    asked = (
+        [_named(frontend, line, live=False)]
+        if line.words
+        else [run for run in records if not run.live]
+    )
     if line.words and asked[0].live:
-        raise HeaderError(f"%taas recover: {asked[0].name} goes on; type it when that run has ended")
+        raise HeaderError(
+            f"%taas recover: {asked[0].name} goes on; type it when that run has ended"
+        )
     for run in reversed(asked):
         name = told_apart(run, records)
         if not run.may_go_on:  # one that was killed has not sorted what its ranks wrote
@@ -201,7 +221,9 @@ def _engine(frontend: Frontend, line: Line) -> None:
     options = [f"--{name}={value}" for name, value in line.options.items() if name != "check"]
     words = [*line.words, *options]
     if "check" in line.options:
-        slurm = chosen.read_choice(["slurm", *options], "%taas engine", load_catalog(project_folder()))
+        slurm = chosen.read_choice(
+            ["slurm", *options], "%taas engine", load_catalog(project_folder())
+        )
         frontend.show_findings(doctor.examine_slurm(settings_of(slurm.address)))
         return
     if not words:
@@ -215,7 +237,9 @@ def _engine(frontend: Frontend, line: Line) -> None:
     else:
         choice = chosen.choose(words)
         if choice.kind != "local":
-            supervised(warm=False).say(Prepare(engine=choice))  # it takes seconds to become part of a cluster
+            supervised(warm=False).say(
+                Prepare(engine=choice)
+            )  # it takes seconds to become part of a cluster
     say(f"engine: {choice.kind} {choice.address}".rstrip())
 
 
@@ -244,7 +268,9 @@ def _install(frontend: Frontend, line: Line) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_LINES)
     except OSError as error:
-        raise EngineError(f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours.") from None
+        raise EngineError(
+            f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours."
+        ) from None
     say(
         f"{path} is written: notebooks that are started from now on know #pragma taas without %load_ext taas. "
         "`taas install --undo` removes it."
@@ -284,7 +310,9 @@ def _config(frontend: Frontend, line: Line) -> None:
 
 def _setup(frontend: Frontend, line: Line) -> None:
     if frontend.kernel == 0:
-        raise HeaderError("taas setup in a terminal: setup cells are a notebook's; type %taas setup there")
+        raise HeaderError(
+            "taas setup in a terminal: setup cells are a notebook's; type %taas setup there"
+        )
     if "clear" in line.options:
         count = setup_cells.forget_all()
         say(

@@ -81,7 +81,9 @@ class Supervised(Wire):
     @property
     def usable(self) -> bool:
         """Whether it is there for runs to come: a cleaner may have removed what it keeps in folders for temporary files."""
-        return self.alive and (self._folder / SOCKET).exists() and (self._folder / CONNECTION).exists()
+        return (
+            self.alive and (self._folder / SOCKET).exists() and (self._folder / CONNECTION).exists()
+        )
 
     def kill(self) -> None:
         """SIGKILL a supervisor that does not answer; all that hangs on it goes with it."""
@@ -130,10 +132,16 @@ def _start(config: SupervisorConfig) -> Connection:
         ready = wait([process.stdout.fileno()], _START_SECONDS)
         line = process.stdout.readline() if ready else b""
         if not line:
-            tail = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:] if ready else []
+            tail = (
+                process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+                if ready
+                else []
+            )
             process.kill()  # it may be stuck; a child that it has by now ends with the life pipe
             why = tail[0] if tail else f"it said nothing for {_START_SECONDS:.0f} s"
-            raise EngineError(f"the supervisor did not start: {why}. `taas doctor` looks for the cause.")
+            raise EngineError(
+                f"the supervisor did not start: {why}. `taas doctor` looks for the cause."
+            )
         return msgspec.json.decode(line, type=Connection)
     finally:
         for pipe in (process.stdin, process.stdout, process.stderr):
@@ -155,7 +163,9 @@ def supervised(*, warm: bool) -> Supervised:
     if _ahead is not None:
         _ahead.join()
         _ahead = None
-    if _current is None or not _current.usable:  # a background run of an old one goes on, and is its last
+    if (
+        _current is None or not _current.usable
+    ):  # a background run of an old one goes on, and is its last
         if _current is not None:
             _current.close()
         _current = Supervised(warm=warm)
@@ -173,7 +183,9 @@ def start_ahead() -> None:
 
 def _start_idle() -> None:
     global _current
-    with contextlib.suppress(EngineError, OSError):  # the cell that needs one says why there is none
+    with contextlib.suppress(
+        EngineError, OSError
+    ):  # the cell that needs one says why there is none
         _current = Supervised(warm=True, idle=True)
 
 

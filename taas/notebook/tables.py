@@ -59,7 +59,9 @@ def span(seconds: float, *, whole: bool = False) -> str:
     minutes, left = divmod(int(seconds), 60)
     if not minutes:
         return f"{left} s"
-    return f"{minutes} min {left:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    return (
+        f"{minutes} min {left:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    )
 
 
 def _written(now: float) -> str:
@@ -89,13 +91,18 @@ def _delivery(record: RunRecord) -> str:
     d = record.delivered
     if d is None:
         return ""
-    ready = f"{d.ready:,} ready, " if record.live else ""  # then they are of an iteration that nobody began
+    ready = (
+        f"{d.ready:,} ready, " if record.live else ""
+    )  # then they are of an iteration that nobody began
     return f"{d.delivered:,} of {d.planned:,} units, {ready}{d.rate:.0f}/s, waited {d.waited:.1f} s"
 
 
 def _memory(record: RunRecord) -> str:
     ranks = record.kept_ranks or ()
-    held = {"": sum(rank.host_bytes for rank in ranks), " of GPUs": sum(rank.gpu_bytes for rank in ranks)}
+    held = {
+        "": sum(rank.host_bytes for rank in ranks),
+        " of GPUs": sum(rank.gpu_bytes for rank in ranks),
+    }
     return ", ".join(f"{size_in_words(size)}{what}" for what, size in held.items() if size)
 
 
@@ -149,14 +156,26 @@ def notification(record: RunRecord) -> dict[str, str]:
     said = json.dumps([f"{record.name} {record.outcome}", why(record)]).replace("<", "\\u003c")
     # the notebook keeps this script, and a page that opens it later runs it again
     soon = f"Date.now()/1e3<{record.ended + _NOTIFY_SECONDS:.0f}"
-    then = "" if record.live else f"if({soon})new Notification(...(([t,b])=>[t,{{body:b}}])({said}))"
+    then = (
+        "" if record.live else f"if({soon})new Notification(...(([t,b])=>[t,{{body:b}}])({said}))"
+    )
     return {"text/plain": "", "text/html": _NOTIFIES.format(then=then)}
 
 
 def facts(record: RunRecord) -> dict[str, Any]:
     """Return a run for programs (``--json``): times in seconds since the epoch, sizes in bytes, shares in percent."""
     first, spec = record.first, record.cell.spec
-    plain_ones = ("name", "id", "state", "device", "submitted", "restarts", "delivered", "use", "project")
+    plain_ones = (
+        "name",
+        "id",
+        "state",
+        "device",
+        "submitted",
+        "restarts",
+        "delivered",
+        "use",
+        "project",
+    )
     return {
         **{name: getattr(record, name) for name in plain_ones},
         "outcome": record.outcome or None,
@@ -189,7 +208,9 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
         elapsed += f", about {span(left, whole=True)} left"
     parts = [_ranks(record), elapsed, record.device]
     if record.restarts:
-        parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
+        parts.append(
+            f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}"
+        )
     parts += [_delivery(record), _written(now) if record.live else ""]
     head = f"{_MARKS[record.outcome or 'live']} {record.name} {_state(record)}"
     if record.outcome in ("failed", "lost") and (cause := _cause(record)):
@@ -199,7 +220,8 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
     goes_on = record.live and not record.questions  # while somebody is asked it stands still
     mark = f' data-taas-line="{record.id}"' if record.live else ""
     shown = Shown(
-        head + quiet, f"<div{mark}><b>{html.escape(head)}</b>{dim}{_stale(now) if goes_on else ''}</div>"
+        head + quiet,
+        f"<div{mark}><b>{html.escape(head)}</b>{dim}{_stale(now) if goes_on else ''}</div>",
     )
     if note := _note(record):
         shown += Shown(f"  {note}", plain(note).html)
@@ -209,10 +231,18 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
 def _with_trouble(shown: Shown, record: RunRecord, trouble: Trouble) -> Shown:
     """Add what is wrong with a run, and where its ranks stand; once it is over, where they stood."""
     said = trouble.headline if record.live else f"before it ended: {trouble.headline}"
-    whole = shown + Shown(f"! {said}", f"<div><b>{html.escape(said)}</b></div>") + stacks(trouble.places)
+    whole = (
+        shown
+        + Shown(f"! {said}", f"<div><b>{html.escape(said)}</b></div>")
+        + stacks(trouble.places)
+    )
     if record.state == "running":
-        whole += plain(f"The run goes on. To end it: interrupt the cell, or %taas stop {record.name}.")
-    return Shown(whole.text, f'<div style="border-left:3px solid #c60;padding-left:.6em">{whole.html}</div>')
+        whole += plain(
+            f"The run goes on. To end it: interrupt the cell, or %taas stop {record.name}."
+        )
+    return Shown(
+        whole.text, f'<div style="border-left:3px solid #c60;padding-left:.6em">{whole.html}</div>'
+    )
 
 
 def _note(record: RunRecord) -> str:
@@ -255,7 +285,9 @@ def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
         )
     rows = [(told_apart(record, shown), *_standing(record, now)) for record in shown]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
-    view = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
+    view = sum(
+        (line(record, now) for record in live if record.trouble is not None), table(heads, rows)
+    )
     if not live:
         return view
     written = _written(now)
@@ -283,7 +315,9 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
             _state(record),
             _ranks(record),
             _elapsed(record, now),
-            "".join(_BARS[min(share * len(_BARS) // 101, len(_BARS) - 1)] for share in record.curve),
+            "".join(
+                _BARS[min(share * len(_BARS) // 101, len(_BARS) - 1)] for share in record.curve
+            ),
             _cell(record),
             record.owner,
         )
@@ -296,7 +330,9 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
 def settings(catalog: Catalog) -> dict[str, Any]:
     """Return what holds, and the file that says it, for programs (``--json``)."""
     said = {key: str(path) for key, path in catalog.said_in.items()}
-    return {key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()}
+    return {
+        key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()
+    }
 
 
 def config(catalog: Catalog) -> Shown:
@@ -316,12 +352,17 @@ def setup(cells: Sequence[SetupCell]) -> Shown:
     """Show the setup cells, in the order in which each new process runs them."""
     if not cells:
         return plain("no setup cell: #pragma taas --setup above a cell makes it one")
-    rows = [(f"In[{cell.number}]", on_one_line(" ".join(_code_of(cell)), _WHERE_WIDTH)) for cell in cells]
+    rows = [
+        (f"In[{cell.number}]", on_one_line(" ".join(_code_of(cell)), _WHERE_WIDTH))
+        for cell in cells
+    ]
     return table(("setup cell", "what each new process runs before names arrive"), rows)
 
 
 def _code_of(cell: SetupCell) -> list[str]:
-    return [line.strip() for line in cell.lines if line.strip() and not line.lstrip().startswith("#")]
+    return [
+        line.strip() for line in cell.lines if line.strip() and not line.lstrip().startswith("#")
+    ]
 
 
 def _as_in_toml(value: object) -> str:
@@ -379,7 +420,9 @@ def table(
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
 
     def line_of(row: Sequence[str]) -> str:
-        return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        return "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
 
     text, body = [line_of(heads)], ""
     inner = opened.items() if opened else [("", "")] * len(rows)

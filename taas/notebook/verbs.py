@@ -35,7 +35,9 @@ class Verb:
     @property
     def usage(self) -> str:
         """How it is typed."""
-        return " ".join((self.name, *self.words.split(), *(f"[{option.usage}]" for option in self.options)))
+        return " ".join(
+            (self.name, *self.words.split(), *(f"[{option.usage}]" for option in self.options))
+        )
 
     def read(self, words: list[str]) -> Line:
         """Read what follows it; a `HeaderError` says what to type instead."""
@@ -82,7 +84,8 @@ def _runs(*, live: bool) -> dict[str, str]:
 
     found = [record for record in read_records()[::-1] if record.live or not live]
     return {
-        record.name: f"{record.outcome or record.state}, of {record.owner}" for record in found[:_MOST_RUNS]
+        record.name: f"{record.outcome or record.state}, of {record.owner}"
+        for record in found[:_MOST_RUNS]
     }
 
 
@@ -93,7 +96,12 @@ _JSON = (Option("json", help="for programs: one line of JSON"),)
 _TO = Option("to", "DIR", text_of("a folder", "program"), "where the program is written")
 _STOP = "end this notebook's run, or any by its name, as the interrupt button ends a cell; again, or --now: at once"
 _ROWS = (
-    Verb("status", "", "the runs that go on: state, ranks, time, device, delivery, what is wrong", _JSON),
+    Verb(
+        "status",
+        "",
+        "the runs that go on: state, ranks, time, device, delivery, what is wrong",
+        _JSON,
+    ),
     Verb(
         "logs",
         "[RUN]",
@@ -103,7 +111,12 @@ _ROWS = (
             Option("follow", help="go on until the run is over, or somebody has seen enough"),
         ),
     ),
-    Verb("stop", "[RUN]", _STOP, (Option("now", help="at once: what its cell would still save is lost"),)),
+    Verb(
+        "stop",
+        "[RUN]",
+        _STOP,
+        (Option("now", help="at once: what its cell would still save is lost"),),
+    ),
     Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together"),
     Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names"),
     Verb("top", "[RUN]", "a run's ranks, a row each: state, use, last line; redrawn each second"),
@@ -124,7 +137,10 @@ _ROWS = (
         "engine",
         "[local|ray ADDRESS|slurm]",
         "where machines come from; the options are Slurm's, --check tries it",
-        (*SLURM_OPTIONS, Option("check", help="try what a run needs of it, and say what is missing")),
+        (
+            *SLURM_OPTIONS,
+            Option("check", help="try what a run needs of it, and say what is missing"),
+        ),
         {
             "local": "this machine",
             "ray": "a Ray cluster: the address of its head, or auto on one of its nodes",

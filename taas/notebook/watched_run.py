@@ -85,12 +85,17 @@ def _odd(record: RunRecord) -> list[int]:
 
 def _written_by(record: RunRecord, which: Collection[int]) -> list[_Written | None]:
     """Return what each rank wrote last; None: of this one it is not read."""
-    return [_last_of(folder) if rank in which else None for rank, folder in enumerate(record.rank_folders())]
+    return [
+        _last_of(folder) if rank in which else None
+        for rank, folder in enumerate(record.rank_folders())
+    ]
 
 
 def _last_of(folder: Path) -> _Written:
     lines, display = last_written(folder, _LINES) or ([], {})
-    return _Written([on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in lines], display)
+    return _Written(
+        [on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in lines], display
+    )
 
 
 def _seconds_left(record: RunRecord, rank_0: _Written | None) -> float | None:
@@ -113,7 +118,9 @@ def _rows(record: RunRecord, ranks: Sequence[_Written | None]) -> Shown:
     heads = ("rank", "state", "CPU", "memory", "GPU", "GPU memory", "last line")
     shown = record.cell.spec.shown_ranks()  # what these draw stands in the cell
     opened = {
-        f"{record.id}-{rank}": written.opened(drawn=not record.live and rank not in shown) if written else ""
+        f"{record.id}-{rank}": written.opened(drawn=not record.live and rank not in shown)
+        if written
+        else ""
         for rank, written in enumerate(ranks)
     }
     below = table(heads, rows, opened=opened)
@@ -122,7 +129,9 @@ def _rows(record: RunRecord, ranks: Sequence[_Written | None]) -> Shown:
 
 
 def _last_line(written: _Written | None) -> str:
-    return on_one_line(written.lines[-1], _LAST_WIDTH) if written is not None and written.lines else ""
+    return (
+        on_one_line(written.lines[-1], _LAST_WIDTH) if written is not None and written.lines else ""
+    )
 
 
 def _not_read(record: RunRecord, left_out: Sequence[int]) -> Shown:

@@ -31,11 +31,19 @@ _CACHES = (*HOME_CACHES, ".local", ".conda")
 def kept_places(project: str, own: str = "") -> list[str]:
     """Return the directories of this VM beneath a project's path that its ranks go on seeing there; one may be taas' ``own``."""
     taas = str(Path(__file__).resolve().parents[2])
-    here = [own, sys.prefix, sys.base_prefix, taas, *(os.path.join(project, name) for name in _CACHES)]
+    here = [
+        own,
+        sys.prefix,
+        sys.base_prefix,
+        taas,
+        *(os.path.join(project, name) for name in _CACHES),
+    ]
     real = {os.path.realpath(path) for path in here if path and os.path.isdir(path)}
     inside = sorted(path for path in real if resolve_beneath(path, project) not in (None, "."))
     return [
-        path for path in inside if not any(other != path and resolve_beneath(path, other) for other in inside)
+        path
+        for path in inside
+        if not any(other != path and resolve_beneath(path, other) for other in inside)
     ]
 
 

@@ -65,7 +65,9 @@ class Applier:
         """What was put there."""
         return {path for path, seen in self.expected.items() if seen != self._found.get(path)}
 
-    def take(self, archive: int, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True) -> None:
+    def take(
+        self, archive: int, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
+    ) -> None:
         """Make the changes of an archive that are ``allowed``; what could not be made is said in :attr:`notices`.
 
         Raises:
@@ -147,7 +149,9 @@ class Applier:
         try:
             names = os.path.basename(path), os.path.basename(kept)
             os.link(*names, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-        except OSError:  # that is there, or it is another user's file, which may not have a second name
+        except (
+            OSError
+        ):  # that is there, or it is another user's file, which may not have a second name
             return False
         self.notices.append(
             f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where the run made one "
@@ -227,7 +231,9 @@ def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileSta
     if stands[:4] != entry.state[:4] or stands.kind != "file":
         return stands[:4] == entry.state[:4]
     try:
-        fd = os.open(os.path.basename(entry.path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        fd = os.open(
+            os.path.basename(entry.path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder
+        )
     except OSError:
         return False
     with os.fdopen(fd, "rb") as file:
@@ -243,7 +249,9 @@ def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
         if entry.state.kind == "link":
             os.symlink(entry.state.target, own, dir_fd=folder)
         else:
-            fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            fd = os.open(
+                own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder
+            )
             with os.fdopen(fd, "wb", buffering=0) as file:
                 while data:
                     data = data[file.write(data) :]

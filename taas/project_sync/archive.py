@@ -62,7 +62,9 @@ class FileState(NamedTuple):
         """What a status tells, with links not followed."""
         mode, inode = status.st_mode & 0o777, status.st_ino
         if stat.S_ISREG(status.st_mode):
-            return cls("file", mode, status.st_size, b"", inode, status.st_mtime_ns, status.st_ctime_ns)
+            return cls(
+                "file", mode, status.st_size, b"", inode, status.st_mtime_ns, status.st_ctime_ns
+            )
         if stat.S_ISDIR(status.st_mode):
             return cls("directory", mode)
         return cls("link" if stat.S_ISLNK(status.st_mode) else "other", mode, 0, target, inode)
@@ -94,7 +96,9 @@ def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
                     continue
                 with contextlib.suppress(OSError):
                     if entry.name.startswith(_OWN):
-                        left = time.time() - entry.stat(follow_symlinks=False).st_ctime > _LEFT_SECONDS
+                        left = (
+                            time.time() - entry.stat(follow_symlinks=False).st_ctime > _LEFT_SECONDS
+                        )
                         if left and entry.name.startswith(PART):
                             os.unlink(entry.path)
                         continue
@@ -112,7 +116,9 @@ class ArchiveEntry(msgspec.Struct, frozen=True):
     """What stands at a path now; of a file, its bytes follow."""
 
     path: bytes
-    state: FileState | None = None  # None: nothing any more; what was beneath a directory was removed before
+    state: FileState | None = (
+        None  # None: nothing any more; what was beneath a directory was removed before
+    )
     bare: bool = False  # the bytes do not follow: who has another version of it has none any more
 
 
@@ -149,10 +155,14 @@ def _add(fd: int, entry: ArchiveEntry) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _add_file(fd: int, root: bytes, path: bytes, *, closed: bool) -> Generator[None, None, FileState | None]:
+def _add_file(
+    fd: int, root: bytes, path: bytes, *, closed: bool
+) -> Generator[None, None, FileState | None]:
     """Add a file, if it need not be ``closed`` or was, a tick ago; None: it was not, cannot be read, or changed meanwhile."""
     try:
-        source = os.open(root + b"/" + path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        source = os.open(
+            root + b"/" + path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
     except OSError:
         return None
     try:
@@ -188,7 +198,9 @@ def _add_all(
 
     What is no more goes last, so that of two checkpoints one is there at any time; but first what is in the way.
     """
-    gone = [path for path, was in known.items() if path not in found or found[path].kind != was.kind]
+    gone = [
+        path for path, was in known.items() if path not in found or found[path].kind != was.kind
+    ]
     gone.sort(reverse=True)  # what is in a directory before it
     turned = {path for path in gone if path in found}
     first = {path for path in gone if path in turned or _beneath(path, turned)}
@@ -218,8 +230,12 @@ class Archive(NamedTuple):
 
     fd: int  # a memory file; the caller closes it
     found: dict[bytes, FileState]  # what travels, as it stood when it was packed
-    stayed: dict[bytes, FileState]  # files that do not: too large, unreadable, or written to just then
-    whole: bool  # False where the project has more than ENTRIES files, and the rest was not looked at
+    stayed: dict[
+        bytes, FileState
+    ]  # files that do not: too large, unreadable, or written to just then
+    whole: (
+        bool  # False where the project has more than ENTRIES files, and the rest was not looked at
+    )
 
 
 def stays_home(path: bytes, entry: os.DirEntry[bytes]) -> bool:
@@ -261,7 +277,9 @@ def pack(
         for _ in _add_all(fd, root, known, stands, tell, told, closed=False):
             pass
         stayed = {path: found[path] for path in files if path not in told and path not in had}
-        for path, seen in (had | stayed).items():  # what stayed may come when somebody wants it: late_files
+        for path, seen in (
+            had | stayed
+        ).items():  # what stayed may come when somebody wants it: late_files
             _add(fd, ArchiveEntry(path, seen, bare=True))
     except BaseException:
         os.close(fd)
@@ -269,7 +287,9 @@ def pack(
     return Archive(fd, told | had, stayed, len(found) <= limit)
 
 
-def _choose(files: dict[bytes, int], large: int, total: int, always: Collection[bytes]) -> set[bytes]:
+def _choose(
+    files: dict[bytes, int], large: int, total: int, always: Collection[bytes]
+) -> set[bytes]:
     chosen = files.keys() & set(always)
     others = files.keys() - chosen
     for path in sorted(others, key=lambda path: (not path.endswith(_MODULES), files[path], path)):
@@ -301,10 +321,14 @@ class Changes:
     def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
         """Write what has changed since the last look into an empty file, in steps of bounded size; ``last``: also what is open."""
         found, known = dict(scan(self._root, self._skip)), self._known
-        tell = [path for path, seen in found.items() if seen.kind in _ORDER and seen != known.get(path)]
+        tell = [
+            path for path, seen in found.items() if seen.kind in _ORDER and seen != known.get(path)
+        ]
         told: dict[bytes, FileState] = {}
         yield from _add_all(fd, self._root, known, found, tell, told, closed=not last)
-        self._known = {p: was for p, was in known.items() if p in found and found[p].kind == was.kind} | told
+        self._known = {
+            p: was for p, was in known.items() if p in found and found[p].kind == was.kind
+        } | told
         self.unsent = [shown_path(path) for path in tell if last and path not in told]
 
 
@@ -313,7 +337,9 @@ def only(places: Collection[str]) -> Skip:
 
     def skip(path: bytes, entry: os.DirEntry[bytes]) -> bool:
         directory = entry.is_dir(follow_symlinks=False)
-        return entry.name == b"__pycache__" or (bool(places) and not is_in(places, path, directory=directory))
+        return entry.name == b"__pycache__" or (
+            bool(places) and not is_in(places, path, directory=directory)
+        )
 
     return skip
 
@@ -330,4 +356,8 @@ def is_in(places: Collection[str], path: bytes, *, directory: bool) -> bool:
 def shared_places(project: str, shared: tuple[str, ...]) -> list[str]:
     """Return the ``--shared`` directories in the project, where the ranks of every VM write; relative to it."""
     paths = (os.path.normpath(os.path.join(project, path)) for path in shared)
-    return [os.path.relpath(path, project) for path in paths if path.startswith(os.path.join(project, ""))]
+    return [
+        os.path.relpath(path, project)
+        for path in paths
+        if path.startswith(os.path.join(project, ""))
+    ]

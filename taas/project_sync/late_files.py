@@ -201,7 +201,9 @@ def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
 def _come(path: Any) -> bool:
     """Ask for a file that did not travel, and wait until it is here, or cannot be had."""
     whole = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
-    names = (os.path.relpath(whole, root) for root in _roots if root and whole.startswith(root + "/"))
+    names = (
+        os.path.relpath(whole, root) for root in _roots if root and whole.startswith(root + "/")
+    )
     name = next((name for name in names if name in _missing), None)
     if name is None:
         return False

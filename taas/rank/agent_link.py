@@ -246,7 +246,9 @@ class AgentLink:
         if slept >= deadlines.BREAK_OFF and not self.broken_off:
             self.broken_off = True
             threading.Thread(target=self._break_off, name="taas-breaks-off", daemon=True).start()
-        elif slept >= deadlines.STILL and self._names_asked and not self._speaker and self._speaks():
+        elif (
+            slept >= deadlines.STILL and self._names_asked and not self._speaker and self._speaks()
+        ):
             self._give_names()
 
     def _handles_interrupt(self) -> bool:
@@ -259,7 +261,9 @@ class AgentLink:
         """Let the main thread's waits fail, when the agent has the names: NCCL may end the process at an abort."""
         try:
             if adopt.waits_on_gpus():
-                packing = threading.Thread(target=self._give_names_ahead, name="taas-packs", daemon=True)
+                packing = threading.Thread(
+                    target=self._give_names_ahead, name="taas-packs", daemon=True
+                )
                 packing.start()
                 packing.join(deadlines.NAMES_AHEAD)
             adopt.break_off()
@@ -286,7 +290,9 @@ class Keyboard:
         self._count = 0
         self._interrupted = False
         builtins.input = lambda prompt="", /: self._ask(str(prompt), hidden=False)
-        getpass.getpass = lambda prompt="Password: ", stream=None, **_: self._ask(prompt, hidden=True)
+        getpass.getpass = lambda prompt="Password: ", stream=None, **_: self._ask(
+            prompt, hidden=True
+        )
 
     def answer(self, answer: Answer | None) -> None:
         """Take an answer, or None: nothing is asked any more. One that came too late is dropped."""
@@ -301,13 +307,17 @@ class Keyboard:
             StdinNotImplementedError: the notebook's front end cannot ask.
         """
         if not self._link.in_cell:
-            raise EOFError(f"{prompt!r} cannot be asked: only the rank itself can ask, while its cell runs")
+            raise EOFError(
+                f"{prompt!r} cannot be asked: only the rank itself can ask, while its cell runs"
+            )
         with self._turn:
             if self._interrupted:
                 raise EOFError("the cell was interrupted")
             self._count += 1
             self._flush()
-            self._link.send(Asking(rank=self._rank, number=self._count, prompt=prompt, hidden=hidden))
+            self._link.send(
+                Asking(rank=self._rank, number=self._count, prompt=prompt, hidden=hidden)
+            )
             try:
                 while (answer := self._answers.get()) and answer.number != self._count:
                     continue
@@ -347,7 +357,9 @@ def _main_thread() -> tuple[str, float]:
     Where no file can be opened any more, it is taken to sleep.
     """
     try:
-        fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = (
+            Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()
+        )
     except OSError:
         return "S", 0.0
     return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

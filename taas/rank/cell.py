@@ -67,7 +67,9 @@ def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[Rank
         try:  # from now on it may be interrupted
             link.send(RankStage(stage="begun", rank=start.rank))
             ended, value = _run_code(start, rank, link)
-        except KeyboardInterrupt as error:  # it came before the cell's first line, or after its last
+        except (
+            KeyboardInterrupt
+        ) as error:  # it came before the cell's first line, or after its last
             ended = failed(start.rank, error)
         link.end_cell()
     except KeyboardInterrupt:  # it came when the end was known
@@ -89,13 +91,17 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
         value = capture.NOTHING if result.result is None else result.result
         return RankEnded(rank=start.rank, outcome="done", at=time.time()), value
     if not isinstance(error, Exception):
-        return failed(start.rank, error, lines if isinstance(error, KeyboardInterrupt) else ()), None
+        return failed(
+            start.rank, error, lines if isinstance(error, KeyboardInterrupt) else ()
+        ), None
     lines = lines or "".join(traceback.format_exception_only(error)).splitlines()
     if start.order.cell.spec.post_mortem and not isinstance(error, BdbQuit):
         print("\n".join(lines))  # noqa: T201  the cell shows it
         pdb.post_mortem(error.__traceback__)
     ended = failed(start.rank, error, lines, _reason(error, rank))
-    if link.broken_off and isinstance(error, RuntimeError):  # torch's of a collective that was broken off
+    if link.broken_off and isinstance(
+        error, RuntimeError
+    ):  # torch's of a collective that was broken off
         ended = msgspec.structs.replace(ended, outcome="interrupted")
     return ended, None
 
@@ -188,8 +194,12 @@ def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True
         fd = arrival.pack_answer(sys.modules["__main__"].__dict__, value, last=last)
     except BaseException as error:
         if done:
-            return failed(ended.rank, error, "".join(traceback.format_exception(error)).splitlines())
-        return with_notices(ended, [f"rank 0's names could not be packed: {type(error).__name__}: {error}"])
+            return failed(
+                ended.rank, error, "".join(traceback.format_exception(error)).splitlines()
+            )
+        return with_notices(
+            ended, [f"rank 0's names could not be packed: {type(error).__name__}: {error}"]
+        )
     return msgspec.structs.replace(ended, answer=Memory(os.getpid(), fd, os.fstat(fd).st_size))
 
 
@@ -199,7 +209,9 @@ def _pack_collected(start: RankStart) -> list[str]:
     try:
         collected.pack(start.order.cell.spec.collect, names, folder)
     except OSError as error:
-        return [f"what rank {start.rank} was to give to taas.collected could not be written: {error}"]
+        return [
+            f"what rank {start.rank} was to give to taas.collected could not be written: {error}"
+        ]
     return []
 
 
@@ -222,7 +234,9 @@ def _last_word(number: int, arrival: Any, link: AgentLink, *, last: bool = True)
     """Say how a rank ended whose main thread is stuck; not the ``last`` word: how it stands, should it end now."""
     beside = threading.current_thread() is not threading.main_thread()  # which sleeps in C code
     ended = failed(number, KeyboardInterrupt())
-    ended = msgspec.structs.replace(ended, asleep=beside or link.broken_off or _comes_from_collective())
+    ended = msgspec.structs.replace(
+        ended, asleep=beside or link.broken_off or _comes_from_collective()
+    )
     if not last:
         ended = msgspec.structs.replace(ended, outcome="stood")
     with adopt.waits.beside_gpu_work():

@@ -47,7 +47,9 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         extra: Any = ForkingPickler
         # before pickle's own constructor, which reads it
-        self.dispatch_table = collections.ChainMap(extra._extra_reducers, cloudpickle.Pickler.dispatch_table)
+        self.dispatch_table = collections.ChainMap(
+            extra._extra_reducers, cloudpickle.Pickler.dispatch_table
+        )
         super().__init__(file, protocol=5)
         self.namespace = vars(sys.modules["__main__"])
         self.globals_ref[id(self.namespace)] = self.namespace

@@ -29,7 +29,9 @@ def show_users_frames() -> None:
     ) -> tuple[_Stack, int]:
         stack, at = get_stack(self, frame, traceback)
         inside = next((n for n, (one, _) in enumerate(stack) if one.f_code is _RUNS_CODE), -1) + 1
-        numbers = [n for n in range(inside, len(stack)) if n == at or not _is_machinery(stack[n][0])]
+        numbers = [
+            n for n in range(inside, len(stack)) if n == at or not _is_machinery(stack[n][0])
+        ]
         if not numbers:
             return stack, at
         return [stack[n] for n in numbers], max(sum(n <= at for n in numbers) - 1, 0)
@@ -68,7 +70,9 @@ def leave_debuggers() -> None:
 
 
 def _is_statement(frame: FrameType) -> bool:
-    return frame.f_back is not None and frame.f_back.f_code is _RUNS_CODE and not _is_machinery(frame)
+    return (
+        frame.f_back is not None and frame.f_back.f_code is _RUNS_CODE and not _is_machinery(frame)
+    )
 
 
 def _is_machinery(frame: FrameType) -> bool:

@@ -72,7 +72,9 @@ class _Orders:
             start, payload = order
             try:
                 ended = self._be(start, payload)
-            except OSError as error:  # its output file cannot be made, or not even its last word be sent
+            except (
+                OSError
+            ) as error:  # its output file cannot be made, or not even its last word be sent
                 ended = failed(start.rank, error, _lines_of(error), no_room(error) or None)
                 self._link.send(ended)
                 break
@@ -107,7 +109,9 @@ class _Orders:
     def _run(self, start: RankStart, payload: int) -> RankEnded:
         try:
             if self._rank is None:
-                shell = self._shell or make_ready(preparation_of(start.order, start.staged), self._outlet)
+                shell = self._shell or make_ready(
+                    preparation_of(start.order, start.staged), self._outlet
+                )
                 self._rank = become_rank(start, shell, payload)
             self._rank.take_in(start, payload)
         except KeyboardInterrupt as error:

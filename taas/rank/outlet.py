@@ -32,7 +32,9 @@ class _EventFile:
 
     def open(self, folder: Path) -> None:
         """Write to the file of a folder from now on; C-level stdout and stderr go there already."""
-        opened = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        opened = os.open(
+            folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
         if self._fd < 0:
             self._fd, self._raw = opened, (os.dup(1), os.dup(2))
         else:
@@ -110,7 +112,9 @@ class _RankStream(io.RawIOBase):
             else:
                 self._unfinished.set()
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._flush_soon, name="taas-output", daemon=True)
+                    self._thread = threading.Thread(
+                        target=self._flush_soon, name="taas-output", daemon=True
+                    )
                     self._thread.start()
         return len(data)
 
@@ -140,7 +144,9 @@ class Outlet:
             # C's printf by lines, as a terminal has it, rather than by 4 KiB
             self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
         self.events.open(folder)
-        self.streams = self.streams or tuple(_RankStream(self.events, kind).as_text() for kind in (0, 1))
+        self.streams = self.streams or tuple(
+            _RankStream(self.events, kind).as_text() for kind in (0, 1)
+        )
         sys.__stdout__, sys.__stderr__ = self.streams  # type: ignore[misc]
         self.take_back()
 
@@ -167,7 +173,9 @@ def pack_display(arguments: dict[str, Any]) -> bytes:
     except (UnicodeEncodeError, OverflowError):
         # lone surrogates, of file names that are not UTF-8, and huge integers
         text = json.dumps(arguments, ensure_ascii=False, default=repr).encode("utf-8", "replace")
-        return _encode(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else digits))
+        return _encode(
+            json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else digits)
+        )
 
 
 def _nearest(value: Any) -> Any:

@@ -61,7 +61,9 @@ class _DisplayHook(DisplayHook):
     def write_output_prompt(self) -> None:
         """The notebook writes its own."""
 
-    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+    def write_format_data(
+        self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None
+    ) -> None:
         self.outlet.publish("result", data=format_dict, metadata=md_dict or {})
 
     def finish_displayhook(self) -> None:
@@ -133,13 +135,18 @@ class RankShell(InteractiveShell):
             self.last_traceback = tuple(stb)
         else:
             self.outlet.publish(
-                "error", ename=etype.__name__, evalue=text_of(evalue), traceback=fitting_lines(tuple(stb))
+                "error",
+                ename=etype.__name__,
+                evalue=text_of(evalue),
+                traceback=fitting_lines(tuple(stb)),
             )
 
     def _format_exception_for_storage(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}  # the history is the notebook's
 
-    async def run_code(self, code_obj: Any, result: ExecutionResult | None = None, **options: Any) -> bool:
+    async def run_code(
+        self, code_obj: Any, result: ExecutionResult | None = None, **options: Any
+    ) -> bool:
         """Run code; the first that runs is the cell's."""
         self._own = self._own or result
         failed: bool = await super().run_code(code_obj, result, **options)

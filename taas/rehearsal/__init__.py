@@ -23,7 +23,15 @@ def install(local_rank: int, device_count: int) -> None:
     """
     global _installed
     # these import torch: a child that never does shall not pay for it
-    from taas.rehearsal import commands, cuda_module, devices, distributed, operators, refused, tensors
+    from taas.rehearsal import (
+        commands,
+        cuda_module,
+        devices,
+        distributed,
+        operators,
+        refused,
+        tensors,
+    )
 
     devices.place(local_rank, device_count)
     if not _installed:

@@ -56,7 +56,9 @@ def _commands(given: Any) -> Iterator[list[str]]:
     """Yield the words of each command in a line of the shell, or of a list of words; of what is neither, nothing."""
     if not isinstance(given, str):
         if isinstance(given, Sequence):
-            words = [os.fsdecode(word) for word in given if isinstance(word, (str, bytes, os.PathLike))]
+            words = [
+                os.fsdecode(word) for word in given if isinstance(word, (str, bytes, os.PathLike))
+            ]
             yield words
             if len(words) > 2 and words[1] == "-c":  # sh -c "…"
                 yield from _commands(words[2])
@@ -82,7 +84,12 @@ def _refuse_launcher(words: list[str]) -> None:
     if not words or not _ASKS.isdisjoint(words):
         return
     program = PurePath(words[0]).name
-    if program.startswith("python") and words[1:2] == ["-m"] and words[2:3] and words[2] in _MODULES:
+    if (
+        program.startswith("python")
+        and words[1:2] == ["-m"]
+        and words[2:3]
+        and words[2] in _MODULES
+    ):
         program = f"{program} -m {words[2]}"
     elif program == "accelerate" and words[1:2] == ["launch"]:
         program = "accelerate launch"

@@ -103,7 +103,9 @@ class Event:
     def __init__(self, *first: Any, enable_timing: bool = False, **_: Any) -> None:
         self.device = torch.device("cuda", existing())
         self.cuda_event = self.event_id = 0
-        self._timed = enable_timing or True in first  # torch.cuda.Event has it first, torch.Event a device
+        self._timed = (
+            enable_timing or True in first
+        )  # torch.cuda.Event has it first, torch.Event a device
         self._recorded: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -245,7 +247,10 @@ CUDA: dict[str, Any] = {
     "device_count": lambda: machine.device_count,
     "device_of": lambda obj: device(None),  # changes nothing, since no tensor is a CUDA tensor
     "get_arch_list": lambda: ["sm_80"],
-    "get_device_capability": lambda device=None: ((of := _get_device_properties(device)).major, of.minor),
+    "get_device_capability": lambda device=None: (
+        (of := _get_device_properties(device)).major,
+        of.minor,
+    ),
     "get_device_name": lambda device=None: _get_device_properties(device).name,
     "get_device_properties": _get_device_properties,
     "get_gencode_flags": lambda: "-gencode compute=compute_80,code=sm_80",
@@ -282,9 +287,13 @@ ACCELERATOR: dict[str, Any] = {
 _device_module = torch.get_device_module
 TORCH: dict[str, Any] = {
     "Event": Event,
-    "Generator": stand_in("Generator", _RealGenerator, lambda device="cpu": _RealGenerator(as_cpu(device))),
+    "Generator": stand_in(
+        "Generator", _RealGenerator, lambda device="cpu": _RealGenerator(as_cpu(device))
+    ),
     "Stream": Stream,
-    "get_device_module": lambda device=None: torch.cuda if device is None else _device_module(device),
+    "get_device_module": lambda device=None: (
+        torch.cuda if device is None else _device_module(device)
+    ),
 }
 
 PROFILER = {"init": always(None), "start": always(None), "stop": always(None)}

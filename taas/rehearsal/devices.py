@@ -53,7 +53,9 @@ def use() -> None:
 
 def cuda_index(device: Any) -> int | None:
     """The index of a device-like that means CUDA, which must exist; None for anything else."""
-    if not is_device_like(device) or not (isinstance(device, int) or torch.device(device).type == "cuda"):
+    if not is_device_like(device) or not (
+        isinstance(device, int) or torch.device(device).type == "cuda"
+    ):
         return None
     return existing(device)
 

@@ -26,7 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
-from taas.rehearsal.patches import Arguments, always, replace, replace_all, replace_everywhere, rewrite_calls
+from taas.rehearsal.patches import (
+    Arguments,
+    always,
+    replace,
+    replace_all,
+    replace_everywhere,
+    rewrite_calls,
+)
 
 
 def gloo_for(backend: Any) -> Any:
@@ -34,7 +41,10 @@ def gloo_for(backend: Any) -> Any:
     if not isinstance(backend, str):
         return backend
     if ":" in backend:
-        return ",".join(pair for pair in backend.lower().split(",") if not pair.startswith("cuda:")) or "gloo"
+        return (
+            ",".join(pair for pair in backend.lower().split(",") if not pair.startswith("cuda:"))
+            or "gloo"
+        )
     return "gloo" if backend.lower().startswith("nccl") else backend
 
 
@@ -49,7 +59,9 @@ def _rewrite_group(arguments: Arguments) -> None:
 
 def _rewrite_init(arguments: Arguments) -> None:
     _rewrite_group(arguments)
-    arguments["backend"] = arguments.get("backend") or "gloo"  # torch would ask its default for CUDA
+    arguments["backend"] = (
+        arguments.get("backend") or "gloo"
+    )  # torch would ask its default for CUDA
 
 
 # ---------------------------------------------------------------- which backend a group has
@@ -77,7 +89,9 @@ def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
         groups = tree_leaves(made if made is not None else dist.group.WORLD)
         if asked is not None:
             # a rank outside a group gets a number in its place
-            _asked.update({group: asked for group in groups if isinstance(group, dist.ProcessGroup)})
+            _asked.update(
+                {group: asked for group in groups if isinstance(group, dist.ProcessGroup)}
+            )
         return made
 
     replace_everywhere(dist, name, make)
@@ -90,7 +104,11 @@ def _asks_itself(caller: FrameType | None) -> bool:
 
 def _get_backend(group: Any = None) -> str:
     real = _real_backend(group)
-    return real if _asks_itself(sys._getframe().f_back) else _asked.get(group or dist.group.WORLD, real)
+    return (
+        real
+        if _asks_itself(sys._getframe().f_back)
+        else _asked.get(group or dist.group.WORLD, real)
+    )
 
 
 def _get_backend_config(group: Any = None) -> str:
@@ -146,7 +164,11 @@ _split_with_sizes_copy = torch.split_with_sizes_copy
 def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
     self._check_input_dim(input)
     self._check_non_zero_input_channels(input)
-    group = (self.process_group or dist.group.WORLD) if self.training and dist.is_initialized() else None
+    group = (
+        (self.process_group or dist.group.WORLD)
+        if self.training and dist.is_initialized()
+        else None
+    )
     if group is None or dist.get_world_size(group) == 1:
         return _BatchNorm.forward(self, input)
 

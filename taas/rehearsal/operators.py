@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_map
 from taas.import_hooks import after_import
 from taas.rehearsal.cuda_module import gpu_generator
 from taas.rehearsal.devices import CPU, cuda_index, machine
-from taas.rehearsal.patches import Arguments, always, overridable, replace, replace_all, rewrite_calls
+from taas.rehearsal.patches import (
+    Arguments,
+    always,
+    overridable,
+    replace,
+    replace_all,
+    rewrite_calls,
+)
 from taas.rehearsal.tensors import stays_itself
 
 # ---------------------------------------------------------------- making tensors
@@ -34,7 +41,15 @@ Factory = Callable[..., torch.Tensor]
 
 # torch's own list of what obeys `with torch.device(…)`, and those that take a device without obeying it
 LIKE = (
-    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+    *(
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+    ),
     "normal",
 )
 NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -95,11 +110,15 @@ _context_init = torch.utils._device.DeviceContext.__init__
 
 def _device_context_init(self: Any, device: Any) -> None:
     _context_init(self, device)
-    if self.device.type == "cuda" and self.device.index is None:  # torch.get_default_device() tells the index
+    if (
+        self.device.type == "cuda" and self.device.index is None
+    ):  # torch.get_default_device() tells the index
         self.device = torch.device("cuda", machine.current)
 
 
-def _device_context_function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _device_context_function(
+    self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     kwargs = kwargs or {}
     obeys = _originals.get(func, func) in torch.utils._device._device_constructors()
     if obeys and kwargs.get("device") is None:

@@ -96,4 +96,6 @@ def always(value: Any) -> Callable[..., Any]:
 
 
 # at import, so before the fork: looking through sys.modules in a fork copies the pages of all modules
-_DISTRIBUTED = [module for path, module in sys.modules.items() if path.startswith("torch.distributed")]
+_DISTRIBUTED = [
+    module for path, module in sys.modules.items() if path.startswith("torch.distributed")
+]

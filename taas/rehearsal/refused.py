@@ -63,7 +63,9 @@ def _message(name: str, reason: str) -> str:
     )
 
 
-def _refusing(name: str, reason: str, error: type[Exception] = CannotRehearse) -> Callable[..., NoReturn]:
+def _refusing(
+    name: str, reason: str, error: type[Exception] = CannotRehearse
+) -> Callable[..., NoReturn]:
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
         raise error(_message(name, reason))
 
@@ -88,7 +90,9 @@ def _refuse_cuda_sources(module: Any) -> None:
 def _check_sources(function: str, given: Arguments) -> None:
     sources = given.get("sources", ())
     files = [sources] if isinstance(sources, str) else list(sources)
-    kernels = given.get("cuda_sources") or any(str(file).endswith((".cu", ".cuh")) for file in files)
+    kernels = given.get("cuda_sources") or any(
+        str(file).endswith((".cu", ".cuh")) for file in files
+    )
     if kernels or given.get("with_cuda"):
         called = f"torch.utils.cpp_extension.{function}({given['name']!r}) with CUDA sources"
         raise CannotRehearse(_message(called, KERNELS))
@@ -98,7 +102,9 @@ def _refuse_triton(module: Any) -> None:
     """``triton.runtime.jit``: kernels may be defined, launching one is refused under its name."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise CannotRehearse(_message(f"the Triton kernel {self.fn.__name__}", "Triton compiles for a GPU"))
+        raise CannotRehearse(
+            _message(f"the Triton kernel {self.fn.__name__}", "Triton compiles for a GPU")
+        )
 
     module.JITFunction.run = run
 

@@ -32,7 +32,18 @@ _set_default_tensor_type = torch.set_default_tensor_type
 
 _TO_COPY = 4  # Tensor.to(device, dtype, non_blocking, copy)
 
-LEGACY_TYPES = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Short", "Byte", "Char", "Bool")
+LEGACY_TYPES = (
+    "Float",
+    "Double",
+    "Half",
+    "BFloat16",
+    "Int",
+    "Long",
+    "Short",
+    "Byte",
+    "Char",
+    "Bool",
+)
 
 
 def _tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -66,7 +77,9 @@ def _tensor_cpu(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return _to(self, CPU, copy=True, **kwargs)
 
 
-def _tensor_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+def _tensor_type(
+    self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> Any:
     if dtype is None:
         return _type(self)
     cpu = _cpu_type(dtype)
@@ -121,14 +134,21 @@ class _CudaTensor:
 
 def _legacy_type(cpu: Any) -> type:
     legacy = stand_in(
-        cpu.__name__, _CudaTensor, lambda *args, device=None, **kwargs: cpu(*args, **kwargs), "torch.cuda"
+        cpu.__name__,
+        _CudaTensor,
+        lambda *args, device=None, **kwargs: cpu(*args, **kwargs),
+        "torch.cuda",
     )
     _legacy[legacy] = cpu
     return legacy
 
 
 def _cpu_type(dtype: Any) -> Any:
-    return dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else _legacy.get(dtype, dtype)
+    return (
+        dtype.replace("torch.cuda.", "torch.")
+        if isinstance(dtype, str)
+        else _legacy.get(dtype, dtype)
+    )
 
 
 def _deserialize(storage: Any, location: str) -> Any:
@@ -162,7 +182,9 @@ def install() -> None:
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)
     replace_all(nn.Module, {"cuda": _module_cuda, "to_empty": _module_to_empty})
     for storage in (torch.UntypedStorage, torch.TypedStorage):
-        replace_all(storage, {"cuda": _storage_cuda, "pin_memory": _itself, "is_pinned": always(False)})
+        replace_all(
+            storage, {"cuda": _storage_cuda, "pin_memory": _itself, "is_pinned": always(False)}
+        )
     for name in LEGACY_TYPES:
         setattr(torch.cuda, f"{name}Tensor", _legacy_type(getattr(torch, f"{name}Tensor")))
         setattr(torch.cuda, f"{name}Storage", getattr(torch, f"{name}Storage"))

@@ -28,7 +28,9 @@ _AROUND = _HEADER.size + _LENGTH.size  # bytes of a record beside its body
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
-COLLECTED = "collected"  # beside these, at its end: values that the header asked for (capture/collected.py)
+COLLECTED = (
+    "collected"  # beside these, at its end: values that the header asked for (capture/collected.py)
+)
 LARGEST_DISPLAY = 48 << 20  # bytes; a larger one does not fit well into a notebook
 LARGEST_TEXT = 1 << 16  # bytes of a stream in one record
 _BLOCK = 1 << 18

@@ -22,7 +22,9 @@ from taas.wording import shown_path, size_in_words
 
 _ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
 _FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # at most, with their folders
-_FORGOTTEN_SECONDS = 30 * 24 * 3600.0  # after that, what a process of another machine left is left behind
+_FORGOTTEN_SECONDS = (
+    30 * 24 * 3600.0
+)  # after that, what a process of another machine left is left behind
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
 

@@ -104,7 +104,9 @@ def finish(record: RunRecord) -> None:
     """Raise what the run's end deserves."""
     if record.outcome == "interrupted":
         fate = "all its ranks stay" if record.kept_ranks else "all its ranks have ended"
-        raise interrupted(f"{record.name} was {record.message or 'interrupted'}: {fate}; {record.names}")
+        raise interrupted(
+            f"{record.name} was {record.message or 'interrupted'}: {fate}; {record.names}"
+        )
     if record.outcome == "lost":
         if record.error != RunLost.__name__:  # it never began
             raise getattr(errors, record.error)(record.message)

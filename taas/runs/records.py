@@ -133,7 +133,9 @@ class RunRecord(Verdict, kw_only=True):
     @property
     def writes(self) -> list[Path]:
         """The folders of what ranks other than 0 wrote in the project's place, one for each start."""
-        return [output_folder(self.folder, number) / "writes" for number in range(self.restarts + 1)]
+        return [
+            output_folder(self.folder, number) / "writes" for number in range(self.restarts + 1)
+        ]
 
     @property
     def background(self) -> bool:
@@ -187,7 +189,9 @@ def new_folder(name: str | None) -> tuple[str, str]:
     """Make the folder of a new run; returns its name, by default the next number after all that are kept, and id."""
     root = runs_root()
     if name is None:
-        numbers = [int(match[1]) for entry in root.iterdir() if (match := _MADE_NAME.fullmatch(entry.name))]
+        numbers = [
+            int(match[1]) for entry in root.iterdir() if (match := _MADE_NAME.fullmatch(entry.name))
+        ]
         name = f"r{max(numbers, default=0) + 1}"
     while True:
         mark = os.urandom(3).hex()
@@ -244,7 +248,9 @@ def _decoded(path: Path, *_: int) -> RunRecord:
 
 def read_records() -> list[RunRecord]:
     """Read all runs, oldest first."""
-    found = [record for folder in runs_root().iterdir() if (record := read_record(folder)) is not None]
+    found = [
+        record for folder in runs_root().iterdir() if (record := read_record(folder)) is not None
+    ]
     return sorted(found, key=lambda record: record.submitted)
 
 
@@ -309,7 +315,9 @@ def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
 # ---------------------------------------------------------------- what runs leave, and for how long
 
 
-def make_room(runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None) -> list[RunRecord]:
+def make_room(
+    runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None
+) -> list[RunRecord]:
     """Keep so many ended runs, with so many bytes, and all of the last day, and the newest; returns those that were removed."""
     now = time.time() if now is None else now
     ended = [record for record in read_records() if not record.live and not record.may_go_on]

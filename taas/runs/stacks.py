@@ -162,10 +162,16 @@ class _Source:
     def stack_of(self, rank: RankSeen) -> tuple[str, ...]:
         """Return a rank's innermost frames as lines, from the cell inwards."""
         frames = list(rank.frames or ())
-        outermost = max((n for n, frame in enumerate(frames) if frame.cell is not None), default=len(frames))
+        outermost = max(
+            (n for n, frame in enumerate(frames) if frame.cell is not None), default=len(frames)
+        )
         lines = [self._line(frame) for frame in reversed(frames[: outermost + 1])]
         if len(lines) > _SHOWN_FRAMES:
-            lines = [*lines[:2], f"… {len(lines) - _SHOWN_FRAMES} more", *lines[2 - _SHOWN_FRAMES :]]
+            lines = [
+                *lines[:2],
+                f"… {len(lines) - _SHOWN_FRAMES} more",
+                *lines[2 - _SHOWN_FRAMES :],
+            ]
         return tuple(lines)
 
 
@@ -180,11 +186,16 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     """From now on write this process's stacks into the folder at each signal, and at a fatal one; no more into another."""
     global _fd, _folder
     _folder = folder
-    before, _fd = _fd, os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    before, _fd = (
+        _fd,
+        os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600),
+    )
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
     preface = Preface(threading.main_thread().ident or 0, cells)
-    with contextlib.suppress(OSError):  # a full disk: nobody sees where this rank stands, and its cell runs
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk: nobody sees where this rank stands, and its cell runs
         os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on it may be asked
     if before >= 0:
         os.close(before)

@@ -44,7 +44,9 @@ class Boundary:
     def relative(self, real: str) -> str | None:
         """Place of a resolved path in the project ("." is the project), None where the rule does not hold."""
         inside = resolve_beneath(real, self.project)
-        free = inside is None or any(resolve_beneath(real, place) is not None for place in self.open)
+        free = inside is None or any(
+            resolve_beneath(real, place) is not None for place in self.open
+        )
         return None if free else inside
 
 
@@ -90,10 +92,14 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
         Path(place).mkdir(parents=True, exist_ok=True)
     wanted = [*places, *writable, *_nobodys(root)]
     inside: list[str] = []
-    for real in sorted({os.path.realpath(path) for path in wanted if os.path.lexists(path)}, key=len):
+    for real in sorted(
+        {os.path.realpath(path) for path in wanted if os.path.lexists(path)}, key=len
+    ):
         beneath = resolve_beneath(real, root)
         # A writable place that is the project itself would undo the rule.
-        if beneath not in (None, ".") and all(resolve_beneath(real, other) is None for other in inside):
+        if beneath not in (None, ".") and all(
+            resolve_beneath(real, other) is None for other in inside
+        ):
             inside.append(real)
     return Boundary(root, tuple(inside))
 
@@ -126,7 +132,9 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
         fact = f"--shared {shown(path)}"
         if path.startswith("~") and (home := os.path.expanduser(path)) != path:
             raise HeaderError(
-                refusal(f"{fact} is no path to a home directory", f"type --shared {shown_path(home)}")
+                refusal(
+                    f"{fact} is no path to a home directory", f"type --shared {shown_path(home)}"
+                )
             )
         try:
             place = (root / path).resolve()
@@ -169,9 +177,7 @@ def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
 # What the wall makes libraries in C and programs say: glibc, HDF5, Rust, SQLite. Landlock's errno has many causes, so its
 # words must end the line.
-_READ_ONLY = (
-    r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database file"
-)
+_READ_ONLY = r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database file"
 WALL_SAID = re.compile(_READ_ONLY, re.IGNORECASE)
 LANDLOCK_SAID = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
@@ -223,13 +229,17 @@ class Denial:
                 return None  # it speaks for itself
             named = self._project_path(link)
             text = text_of(link)
-            reason = "the system said: " + (text.strip() or type(link).__name__).splitlines()[0][:200]
+            reason = (
+                "the system said: " + (text.strip() or type(link).__name__).splitlines()[0][:200]
+            )
             if named is not None:
                 return self.text(named, reason)
             if isinstance(link, subprocess.CalledProcessError):
                 captured = (link.stderr or "", link.stdout or "")
                 return self.explain_output(
-                    "\n".join(c if isinstance(c, str) else c.decode(errors="replace") for c in captured)
+                    "\n".join(
+                        c if isinstance(c, str) else c.decode(errors="replace") for c in captured
+                    )
                 )
             # An OSError of a kind that has other causes has named its path above, if it is the project's.
             if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
@@ -252,7 +262,9 @@ class Denial:
     def _may_be_of_project(self, line: str) -> bool:
         """Whether a line names a path of the project, or none that is another's."""
         named = _ABSOLUTE.findall(line.partition(":")[2])  # before the colon is the program
-        return not named or any(self.boundary.relative(os.path.realpath(path)) is not None for path in named)
+        return not named or any(
+            self.boundary.relative(os.path.realpath(path)) is not None for path in named
+        )
 
     def _project_path(self, error: BaseException) -> str | None:
         """The project path that the wall refused, where the error names it: its own attribute, or its text."""
@@ -261,13 +273,17 @@ class Denial:
             if error.errno not in _WALL_ERRNOS:
                 return None
             code = error.errno
-            found += [os.fsdecode(error.filename)] if isinstance(error.filename, str | bytes) else []
+            found += (
+                [os.fsdecode(error.filename)] if isinstance(error.filename, str | bytes) else []
+            )
         elif isinstance(error, subprocess.CalledProcessError) or not WALL_SAID.search(text):
             return None
         found += [one or other for one, other in _NAMED.findall(text)]
         for path in found:
             real = os.path.realpath(path)
-            unreadable = code == errno.EACCES and os.path.exists(real) and not os.access(real, os.R_OK)
+            unreadable = (
+                code == errno.EACCES and os.path.exists(real) and not os.access(real, os.R_OK)
+            )
             if self.boundary.relative(real) is not None and not unreadable:
                 return real
         return None

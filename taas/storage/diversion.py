@@ -41,7 +41,9 @@ def _fail(code: int, path: Any) -> OSError:
     return OSError(code, os.strerror(code), path)
 
 
-def _in_place_of(native: _Call, *, follow: bool = True, reads: bool = False) -> Callable[[_Call], _Call]:
+def _in_place_of(
+    native: _Call, *, follow: bool = True, reads: bool = False
+) -> Callable[[_Call], _Call]:
     """Make of a method that is given a place the call it stands for; what is outside the project goes to the real call.
 
     ``follow``: whether it follows a link in the last component, if nobody says; ``reads``: the live project is the view until
@@ -116,7 +118,9 @@ class Diversion:
     def _vanish(self, place: str) -> None:
         self._allow(place)
         if place == ".":
-            raise self.denial.error(self.table.live(place), "the project itself cannot be moved or removed")
+            raise self.denial.error(
+                self.table.live(place), "the project itself cannot be moved or removed"
+            )
         self.table.drop(place)
 
     # looking ---------------------------------------------------------------------------------------
@@ -139,7 +143,9 @@ class Diversion:
         seen = self.table.see(place)
         if seen is None:
             return False
-        if self.denial.mode == "discard":  # the wall would answer no to W_OK, but a write would be diverted
+        if (
+            self.denial.mode == "discard"
+        ):  # the wall would answer no to W_OK, but a write would be diverted
             mode &= ~os.W_OK
         return posix.access(seen.path, mode, **options)
 
@@ -185,7 +191,9 @@ class Diversion:
                 raise _fail(errno.EEXIST, path)
         elif seen is not None:
             if seen.is_directory:
-                raise _fail(errno.EISDIR, path)  # an O_TMPFILE, too: who asks for one has another way
+                raise _fail(
+                    errno.EISDIR, path
+                )  # an O_TMPFILE, too: who asks for one has another way
             if not stat.S_ISREG(seen.status.st_mode):
                 return seen.path  # a pipe, socket or device: writing to it changes no file
         self._allow(place)
@@ -224,7 +232,9 @@ class Diversion:
         self._remove(place, path, directory=True)
 
     @_in_place_of(shutil.rmtree, follow=False)
-    def rmtree(self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any) -> None:
+    def rmtree(
+        self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any
+    ) -> None:
         """``shutil``'s: a folder goes in one step, so that it does not matter whether rank 0 removes it at the same time."""
         with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
             self._remove(place, path, directory=True)
@@ -349,7 +359,9 @@ def _survey_bound(value: Any, originals: dict[int, str]) -> None:
     elif isinstance(value, FunctionType):
         for index, default in enumerate(value.__defaults__ or ()):
             if id(default) in originals:
-                _bound.append((functools.partial(_set_default, value, index), originals[id(default)]))
+                _bound.append(
+                    (functools.partial(_set_default, value, index), originals[id(default)])
+                )
 
 
 def _set_static(owner: type, key: str, new: _Call) -> None:
@@ -407,12 +419,16 @@ def _divert_torch(torch: Any, diversion: Diversion) -> None:
         """The C++ writer, on the rank's own file."""
 
         def __init__(self, file: Any, *args: Any, **options: Any) -> None:
-            super().__init__(diversion.target(file) if isinstance(file, str) else file, *args, **options)
+            super().__init__(
+                diversion.target(file) if isinstance(file, str) else file, *args, **options
+            )
 
     torch._C.PyTorchFileWriter = PyTorchFileWriter
     native_map = torch.UntypedStorage.from_file
 
     def from_file(filename: Any, shared: bool = False, *args: Any, **options: Any) -> Any:
-        return native_map(filename if shared else diversion.source(filename), shared, *args, **options)
+        return native_map(
+            filename if shared else diversion.source(filename), shared, *args, **options
+        )
 
     torch.UntypedStorage.from_file = staticmethod(from_file)

@@ -81,7 +81,10 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
     try:
         put = _put_into_saves(folders, project)
         kept = kept_versions(folders, project)
-        said = [*_told_of_saves(put), *_told(kept, run, project, _begun(folders[0]) if folders else NEVER)]
+        said = [
+            *_told_of_saves(put),
+            *_told(kept, run, project, _begun(folders[0]) if folders else NEVER),
+        ]
         wanted = {file for versions in kept.values() for file in versions.values()}
         for folder in folders:
             for _, _, file in _written(folder):
@@ -134,7 +137,11 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
         raise HeaderError(
             f"%taas recover {run}: its project {project} is not there any more; what was kept lies in {source.parent}"
         )
-    lacking = {root / path: source for path, source in _named(versions) if not _are_same(source, root / path)}
+    lacking = {
+        root / path: source
+        for path, source in _named(versions)
+        if not _are_same(source, root / path)
+    }
     taken = [str(target.relative_to(root)) for target in lacking if os.path.lexists(target)]
     if taken and not overwrite:
         raise HeaderError(
@@ -213,7 +220,9 @@ def _told(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str
     if others := {path: ranks for path, ranks in kept.items() if 0 not in ranks}:
         folder = os.path.commonpath([Path(path).parent for path in others])
         folder = topmost_made(project, folder, since_ns)
-        share = f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
+        share = (
+            f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
+        )
         yield (
             f"kept: {_described(others)} from {ranks_in_words({rank for ranks in others.values() for rank in ranks})}, "
             f"which rank 0 did not write: %taas recover {run} brings them into the project{share}"
@@ -249,7 +258,11 @@ def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
             files = isinstance(self.fs, module.FileSystem)  # others write to places of another kind
             place = resolve_beneath(os.path.realpath(self.path), root) if files else None
             if place is not None:
-                names = {str(result.storage_data.relative_path) for of_rank in results for result in of_rank}
+                names = {
+                    str(result.storage_data.relative_path)
+                    for of_rank in results
+                    for result in of_rank
+                }
                 _gather(Path(root, place), place, names, run_scratch())
             native(self, metadata, results)
 

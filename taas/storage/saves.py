@@ -127,11 +127,17 @@ class OtherRanksFiles:
 def install(others: OtherRanksFiles) -> None:
     """Let this process, rank 0, find them: for good."""
     looking = {
-        name: _finding(getattr(os, name), others) for name in ("stat", "lstat", "open", "unlink", "remove")
+        name: _finding(getattr(os, name), others)
+        for name in ("stat", "lstat", "open", "unlink", "remove")
     }
     looking["access"] = _accessible(os.access, others)
     moving = {name: _moving(getattr(os, name), others) for name in ("rename", "replace")}
-    for known in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+    for known in (
+        os.supports_dir_fd,
+        os.supports_fd,
+        os.supports_follow_symlinks,
+        os.supports_effective_ids,
+    ):
         known |= {new for name, new in looking.items() if getattr(os, name) in known}
     removing = {"shutil.rmtree": _removing(shutil.rmtree, others)}
     diversion.replace({**looking, **moving, **removing, "builtins.open": _opener(others)})

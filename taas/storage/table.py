@@ -130,7 +130,9 @@ class Table:
         for directory in (self.live(place), self.own(place)):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 found.update(dict.fromkeys(posix.listdir(directory)))
-        return [name for name in found if not self._gone or self.see(_below(place, name)) is not None]
+        return [
+            name for name in found if not self._gone or self.see(_below(place, name)) is not None
+        ]
 
     def mixed(self, place: str) -> bool:
         """Whether a directory's listing may differ from the live one."""
@@ -175,7 +177,9 @@ class Table:
                 break
             if stat.S_ISLNK(seen.status.st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), seen.path)
-            with contextlib.suppress(FileNotFoundError):  # rank 0 has moved it, or removed it, in this moment
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # rank 0 has moved it, or removed it, in this moment
                 self._copy(seen.path, own)
                 break
         return own
@@ -184,7 +188,9 @@ class Table:
         """Copy a regular file with its mode and its times."""
         size, space = posix.lstat(source).st_size, posix.statvfs(self._scratch)
         if size > space.f_bavail * space.f_frsize:
-            raise OSError(errno.ENOSPC, "no room for a private copy: write it in rank 0 only", source)
+            raise OSError(
+                errno.ENOSPC, "no room for a private copy: write it in rank 0 only", source
+            )
         partial = f"{self._scratch}/copy-{threading.get_native_id()}"
         shutil.copy2(source, partial)
         posix.rename(partial, target)
@@ -249,6 +255,8 @@ def _being_written(path: str) -> bool:
     except OSError:
         return False
     try:
-        return is_being_written(descriptor) is True  # None: a file system or an owner without leases
+        return (
+            is_being_written(descriptor) is True
+        )  # None: a file system or an owner without leases
     finally:
         posix.close(descriptor)

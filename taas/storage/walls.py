@@ -139,7 +139,9 @@ def _raise_landlock(boundary: Boundary) -> str:
         _call("restrict_self", ruleset, 0)
     finally:
         os.close(ruleset)
-    return f"version {version}" + ("" if version >= 3 else ": truncation is not covered before version 3")
+    return f"version {version}" + (
+        "" if version >= 3 else ": truncation is not covered before version 3"
+    )
 
 
 def _free_entries(project: str) -> list[str]:
@@ -184,8 +186,12 @@ def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
     for mechanism in mechanisms:
         with tempfile.TemporaryDirectory() as project:
             command = [sys.executable, "-m", "taas.storage.walls", mechanism, project]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-        said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_SECONDS, check=False
+            )
+        said = (
+            done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}"
+        ).splitlines()[-1]
         if done.returncode == 0:
             limits = [f"  limit: {limit}" for limit in LIMITS.get(mechanism, ())]
             return [f"write rule: {mechanism} ({said})", *limits, *refused]
@@ -200,7 +206,9 @@ def _main(mechanism: str, project: str) -> int:
     except OSError as error:
         print(error.strerror or error)  # noqa: T201 the verdict
         return 1
-    shell = subprocess.run(["/bin/sh", "-c", ": >shell"], cwd=project, capture_output=True, check=False)
+    shell = subprocess.run(
+        ["/bin/sh", "-c", ": >shell"], cwd=project, capture_output=True, check=False
+    )
     with contextlib.suppress(OSError):
         Path(project, "python").touch()
     held = mechanism == NO_WALL or (shell.returncode != 0 and not os.listdir(project))

@@ -91,7 +91,9 @@ def _remove_if_left(folder: Path) -> None:
     Raises:
         OSError: it is none of these.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(
+        folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    )
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             return

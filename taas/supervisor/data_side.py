@@ -15,7 +15,14 @@ from pathlib import Path
 import msgspec
 
 from taas._linux import remove_tree
-from taas.delivery.config import ALONE_SECONDS, DataOrder, Delivered, DeliveryConfig, ResumePoint, new_keys
+from taas.delivery.config import (
+    ALONE_SECONDS,
+    DataOrder,
+    Delivered,
+    DeliveryConfig,
+    ResumePoint,
+    new_keys,
+)
 from taas.delivery.messages import (
     Command,
     Failed,
@@ -46,7 +53,9 @@ class Phase(IntEnum):
 
     PREPARING = auto()  # the ranks wait for the first elements
     DELIVERING = auto()
-    FINISHING = auto()  # the ranks have ended, or have all they asked for: what is lost now is not missed
+    FINISHING = (
+        auto()
+    )  # the ranks have ended, or have all they asked for: what is lost now is not missed
     OVER = auto()  # the coordinator has said its last
     CLOSED = auto()  # its processes are being ended
 
@@ -294,14 +303,18 @@ class DataSide:
         elif self.vms.by_number:
             self.notes.append(f"{self.vms.name(number)} could not be had: {why}")
         else:
-            self._command(Failed(reason=f"all data VMs were lost, and no other could be had: {why}"))
+            self._command(
+                Failed(reason=f"all data VMs were lost, and no other could be had: {why}")
+            )
 
     def _replace(self, how: str, vm: Vm | None = None) -> None:
         """Start a worker pool in place of one that is gone: on this VM, or another one."""
         if self.vms.replace(vm):
             self.start_data_processes()
         elif not self.vms.by_number:
-            reason = f"all data VMs were lost, the last one {how}; what they printed is in {self._log}"
+            reason = (
+                f"all data VMs were lost, the last one {how}; what they printed is in {self._log}"
+            )
             if not self._config.host and not self.failed:
                 self.failed, self.lost = reason, True
             self._command(Failed(reason=reason))

@@ -119,7 +119,14 @@ class Fleet:
             configs.append(config)
         machines = engine.start(demand, configs, [vm.machine for vm in lost])
         group = tuple(
-            Vm(machine, config.public_key, demand, self._control.send, remote=engine.remote, data=data)
+            Vm(
+                machine,
+                config.public_key,
+                demand,
+                self._control.send,
+                remote=engine.remote,
+                data=data,
+            )
             for machine, config in zip(machines, configs, strict=True)
         )
         for vm in group:
@@ -137,7 +144,9 @@ class Fleet:
         if kept:
             return [*kept]
         spec = submit.cell.spec
-        demand = demand_of(submit, spec.instance, spec.gpus_per_vm, later=submit.delivery is not None)
+        demand = demand_of(
+            submit, spec.instance, spec.gpus_per_vm, later=submit.delivery is not None
+        )
         gpus = () if spec.rehearse else submit.gpus
         return self._lease(self.prepare(submit.engine), run, demand, spec.vms, gpus)
 
@@ -168,7 +177,9 @@ class Fleet:
         idle = [vm for vm in self._idle if self._of[vm] is engine and vm.data == data]
         if not engine.remote:
             return idle[:count]
-        groups = [vm.group for vm in idle if vm.demand.shape == demand.shape and len(vm.group) == count]
+        groups = [
+            vm.group for vm in idle if vm.demand.shape == demand.shape and len(vm.group) == count
+        ]
         return list(groups[0]) if groups else []
 
     def replace(self, submit: Submit, vms: list[Vm]) -> list[Vm]:
@@ -203,7 +214,9 @@ class Fleet:
     def _own(self, run: str, engine: Engine, count: int, demand: Demand) -> list[Vm]:
         """Return so many VMs for a run's data: those that it has, and others, asked for one by one, since each may come alone."""
         data = engine.remote
-        own = [vm for vm in self._of if self._of[vm] is engine and vm.data == data and vm.run == run]
+        own = [
+            vm for vm in self._of if self._of[vm] is engine and vm.data == data and vm.run == run
+        ]
         for _ in range(count - len(own)):
             own += self._lease(engine, run, demand, 1, data=data)
         return own
@@ -240,7 +253,9 @@ class Fleet:
         groups = {id(vm.group): vm.group for vm in idle if vm.remote}
         torn = {which for which, group in groups.items() if any(map(_leaves, group))}
         self.give_back(
-            vm for vm in idle if vm.unfit or (vm.remote and (now >= vm.until or id(vm.group) in torn))
+            vm
+            for vm in idle
+            if vm.unfit or (vm.remote and (now >= vm.until or id(vm.group) in torn))
         )
 
     def release_idle(self) -> int:

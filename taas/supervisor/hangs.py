@@ -37,7 +37,9 @@ class HangWatch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._timeout = run.submit.cell.spec.hang_timeout
-        self._period = min(max(self._timeout / 8, deadlines.HANG_LOOK_SHORTEST), deadlines.HANG_LOOK_LONGEST)
+        self._period = min(
+            max(self._timeout / 8, deadlines.HANG_LOOK_SHORTEST), deadlines.HANG_LOOK_LONGEST
+        )
         elsewhere = run.submit.engine.kind != "local"
         self._spins = (elsewhere or bool(run.submit.gpus)) and not run.submit.cell.spec.rehearse
         self._next = time.monotonic() + self._period
@@ -103,7 +105,9 @@ class HangWatch:
         seen = [rank for rank in self._seen.values() if rank.rank not in self._run.found.ended]
         places = self._fold(seen)
         if finishing:
-            at_work = [f"{ranks_in_words(place.ranks)}: {place.where}" for place in places if place.stack]
+            at_work = [
+                f"{ranks_in_words(place.ranks)}: {place.where}" for place in places if place.stack
+            ]
             self._run.recorder.note(waiting="; ".join(at_work))
         for reply in askers:
             reply(Stacks(places=places))
@@ -115,11 +119,15 @@ class HangWatch:
             self._progressed(self._before.get(number), rank, now - self._before_at)
             for number, rank in there.items()
         )
-        asks = bool(self._run.recorder.record.questions)  # a rank waits for a person, and the others for it
+        asks = bool(
+            self._run.recorder.record.questions
+        )  # a rank waits for a person, and the others for it
         if moved or not there or asks:
             self._quiet_since = now
         were = {number for number, rank in self._before.items() if rank.status == "stopped"}
-        stopped = [number for number, rank in there.items() if rank.status == "stopped" and number in were]
+        stopped = [
+            number for number, rank in there.items() if rank.status == "stopped" and number in were
+        ]
         silent = now - self._quiet_since
         headline = None if asks else self._headline(there, ended, stopped, silent)
         self._before, self._before_at, self._ended = seen, now, ended
@@ -159,5 +167,7 @@ class HangWatch:
                 f"wait{'s' if len(there) == 1 else ''} in a collective that cannot end"
             )
         if silent >= self._timeout:
-            return f"no rank has made progress for {self._timeout:g} s (no output, no processor time)"
+            return (
+                f"no rank has made progress for {self._timeout:g} s (no output, no processor time)"
+            )
         return None

@@ -62,7 +62,9 @@ class Supervisor:
         self._scratch, self.up = scratch, self._control.up
         self._sources = PollLoop()
         self._worker = WorkThread(self._sources.soon)
-        self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike, self._sweep, self._worker)
+        self._fleet = Fleet(
+            self._control, scratch, self._watch_vms, self._strike, self._sweep, self._worker
+        )
         self._kept = KeptRanks(self._fleet)
         self._runs: dict[str, Run] = {}
         self._submits: list[tuple[str, Submit]] = []
@@ -112,7 +114,9 @@ class Supervisor:
                 except Unreadable:  # a terminal's taas of another release
                     continue
                 self._hear_client(key, route, message)
-            elif (vm := self._fleet.find(key)) is not None:  # else struck already: its last words came late
+            elif (
+                vm := self._fleet.find(key)
+            ) is not None:  # else struck already: its last words came late
                 try:
                     said = self._read_agent(data)
                 except Unreadable as error:
@@ -192,7 +196,9 @@ class Supervisor:
         others = [record for record in read_records() if record.live] if wanted else []
         owner = next((f" of {record.owner}" for record in others if record.name == wanted), "")
         if owner or wanted in self._runs or wanted in self._queue.names:
-            raise EngineError(f"a run called {wanted}{owner} is going on: give this one another --name")
+            raise EngineError(
+                f"a run called {wanted}{owner} is going on: give this one another --name"
+            )
 
     def _submit(self, key: str, submit: Submit) -> None:
         """Begin a run, let it wait for devices, or refuse it."""
@@ -233,7 +239,9 @@ class Supervisor:
         """
         name, worker = recorder.record.name, None
         if submit.queue:
-            check_processors(submit, [run.world_size for run in self._runs.values() if run.state != "over"])
+            check_processors(
+                submit, [run.world_size for run in self._runs.values() if run.state != "over"]
+            )
         kept_vms = [] if kept is None else kept.vms
         try:
             with choosing(submit.gpus):
@@ -263,7 +271,9 @@ class Supervisor:
         except (EngineError, OSError, RuntimeError) as error:
             self._queue.remove_first()
             why = _refused(error)
-            waiting.recorder.end(Verdict(outcome="lost", message=why.message, error=why.error), (), None)
+            waiting.recorder.end(
+                Verdict(outcome="lost", message=why.message, error=why.error), (), None
+            )
             waiting.recorder.close()
             return
         self._queue.remove_first()
@@ -384,7 +394,9 @@ class Supervisor:
     def _sweep(self, times: int = SWEEPS) -> None:
         """End what agents have left, again until there is nothing, as :func:`sweep_orphans` does."""
         own = [pid for engine in self._fleet.engines for pid in engine.pids()]
-        own += [pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()]
+        own += [
+            pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()
+        ]
         left = orphans(own)
         if left and times:
             self._worker.do(partial(kill_tree, left), lambda _: self._sweep(times - 1))

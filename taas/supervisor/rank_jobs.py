@@ -63,7 +63,11 @@ class RankJobs:
         if number in self.told:
             what = "its ranks" if number in self.busy else "rank 0's names"
             return f"{agent}; it took {what} with it"
-        return how.removeprefix("lost: ") if self.vms[number].remote else f"{agent} before its ranks began"
+        return (
+            how.removeprefix("lost: ")
+            if self.vms[number].remote
+            else f"{agent} before its ranks began"
+        )
 
     def lack_of_gpus(self) -> str:
         """Say why ranks cannot have the GPUs that they need; the VMs are up.
@@ -166,7 +170,9 @@ class RankJobs:
         """Why VMs will be taken away soon: the cell may still save what it has. Who may start again goes on until then."""
         spec = self._submit.cell.spec
         again = not spec.keep and self._run.restarts < spec.max_restarts
-        return "" if again else next((vm.machine.ending for vm in self.vms if vm.machine.ending), "")
+        return (
+            "" if again else next((vm.machine.ending for vm in self.vms if vm.machine.ending), "")
+        )
 
     @property
     def stay(self) -> tuple[RankKept, ...]:
@@ -311,13 +317,15 @@ class Findings:
 
     def _after_interrupt(self, failed: list[RankEnded]) -> str:
         """Say who interrupted, and what failed while the cell was finishing: what it would have saved is not."""
-        own = [ended for ended in failed if ended.outcome == "raised" and not failed_in_collective(ended)]
+        own = [
+            ended
+            for ended in failed
+            if ended.outcome == "raised" and not failed_in_collective(ended)
+        ]
         if not own:
             return self.stopped
         first = self._blame(own)
-        return (
-            f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}: {first.message}"
-        )
+        return f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}: {first.message}"
 
     def _names_in_words(self) -> str:
         """Say what became of rank 0's names, of a run that is not done."""
@@ -343,7 +351,9 @@ class Findings:
         if failed_in_collective(first):  # whom it missed is another question
             return []
         return [
-            ended for ended in undone if ended is not first and (ended.asleep or failed_in_collective(ended))
+            ended
+            for ended in undone
+            if ended is not first and (ended.asleep or failed_in_collective(ended))
         ]
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:

@@ -13,7 +13,16 @@ import msgspec
 
 from taas._linux import remove_tree
 from taas.runs.places import ProcessMark
-from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, Verdict, keep, new_folder, write_record
+from taas.runs.records import (
+    ANSWER,
+    LOADERS,
+    PAYLOAD,
+    RunRecord,
+    Verdict,
+    keep,
+    new_folder,
+    write_record,
+)
 from taas.wire.agents import RanksUse
 from taas.wire.clients import Submit
 from taas.wire.framing import Memory
@@ -24,7 +33,9 @@ logger = logging.getLogger(__name__)
 _RESERVE_BYTES = 64 << 10
 _EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size
 _CURVE_PARTS, _MOST_LOOKS = 12, 512
-_USE_SECONDS = 1.0  # between two records of what ranks use: there may be many VMs, and each speaks for itself
+_USE_SECONDS = (
+    1.0  # between two records of what ranks use: there may be many VMs, and each speaks for itself
+)
 
 
 class Recorder:
@@ -77,7 +88,9 @@ class Recorder:
         return self.record.folder / "reserve"
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the run goes on, and its client is told of the end
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk: the run goes on, and its client is told of the end
             write_record(self.record)
 
     def note(self, **changes: Any) -> None:
@@ -112,7 +125,9 @@ class Recorder:
         self.record.files.clear()
         used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
         losses = (*self.record.losses, f"{loss}; started again ({used})")
-        self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=(), use=())
+        self.note(
+            state="acquiring", restarts=number, losses=losses, trouble=None, questions=(), use=()
+        )
         self._use.clear()
 
     def end(
@@ -137,7 +152,9 @@ class Recorder:
         if not self._busy:
             return ()
         begin = self._busy[0][0]
-        times = [begin + (time.monotonic() - begin) * part / _CURVE_PARTS for part in range(_CURVE_PARTS)]
+        times = [
+            begin + (time.monotonic() - begin) * part / _CURVE_PARTS for part in range(_CURVE_PARTS)
+        ]
         return tuple(round([share for at, share in self._busy if at <= then][-1]) for then in times)
 
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
@@ -152,7 +169,9 @@ class Recorder:
                     keep(self.record, PAYLOAD, self.submit.payload.fd)
             return ()
         if loaders:
-            with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
+            with contextlib.suppress(
+                OSError
+            ):  # the disk is full: the generators stay where they are
                 keep(self.record, LOADERS, loaders)
         if answer is None:
             return ()
@@ -160,9 +179,7 @@ class Recorder:
         try:
             with os.fdopen(answer.open(), "rb") as source:
                 keep(self.record, ANSWER, source.fileno())
-            what = (
-                "only the kernel that started the run can take its names, as what it gave could not be kept"
-            )
+            what = "only the kernel that started the run can take its names, as what it gave could not be kept"
             keep(self.record, PAYLOAD, self.submit.payload.fd)
         except OSError as error:
             return (f"{what}: {error.strerror} ({self.record.folder})",)

@@ -106,4 +106,6 @@ def check_processors(submit: Submit, world_sizes: Iterable[int]) -> None:
     busy = sum(world_sizes)
     here = len(os.sched_getaffinity(0))
     if busy and busy + submit.cell.spec.world_size > here:
-        raise NotEnoughDevices(f"{counted(busy, 'rehearsed rank')} are at work on {here} processors")
+        raise NotEnoughDevices(
+            f"{counted(busy, 'rehearsed rank')} are at work on {here} processors"
+        )

@@ -63,8 +63,12 @@ class Run:
         self.scratch: Path = self.output / "writes"
         self.since_ns = make_writes(self.scratch, project)
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
-        self._project_sync: ProjectSync = ProjectSync(name, project, self.scratch, self._spec, known)
-        self.transfer = Transfer(name, self._spec, self.output, self._project_sync, worker, self._failed)
+        self._project_sync: ProjectSync = ProjectSync(
+            name, project, self.scratch, self._spec, known
+        )
+        self.transfer = Transfer(
+            name, self._spec, self.output, self._project_sync, worker, self._failed
+        )
         self.ranks: RankJobs = RankJobs(self, before)
         self.found = Findings(self._spec, self.ranks)
         self.hangs = HangWatch(self)
@@ -96,7 +100,9 @@ class Run:
             if (data is None or data.ready) and all(vm.up for vm in self.vms):
                 self._start()
             else:
-                self.recorder.note(waiting=next((vm.machine.waiting for vm in vms if not vm.up), ""))
+                self.recorder.note(
+                    waiting=next((vm.machine.waiting for vm in vms if not vm.up), "")
+                )
         elif self.state == "running":
             if data is not None:
                 self.recorder.note(waiting=data.waiting)
@@ -155,7 +161,9 @@ class Run:
             case RankStage():
                 self.found.started.add(said.rank)
                 if len(self.found.started) == self._spec.world_size and self.state == "starting":
-                    if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
+                    if (
+                        self.data is None or not self.data.vms.elsewhere
+                    ):  # else one may join at any time
                         self._project_sync.all_started()
                     self.recorder.note(state="running", waiting="")
                     self.look_at_machines()
@@ -174,12 +182,16 @@ class Run:
         if over.how:
             if over.how == WITH_FORKSERVER:
                 of = named("of", self.ranks.name(number))
-                self.found.lost = self.found.lost or f"the forkserver{of} was killed before its ranks began"
+                self.found.lost = (
+                    self.found.lost or f"the forkserver{of} was killed before its ranks began"
+                )
                 self.end()
             else:
                 self.vms[number].unfit = True
                 self._trouble(over.how)
-        if not over.how or self.found.all_done:  # its ranks were, and then their names could not be taken
+        if (
+            not over.how or self.found.all_done
+        ):  # its ranks were, and then their names could not be taken
             self._ask_for_final()
 
     def _carry(self, job: int, said: Chunk | Taken | JobRequest) -> None:
@@ -312,7 +324,9 @@ class Run:
             OSError: there is no room for it; then this start is what it was.
         """
         number, places = self.restarts + 1, None if self.data is None else self.data.places
-        new = Run(self.recorder, vms, data, self._sockets, self.worker, restarts=number, places=places)
+        new = Run(
+            self.recorder, vms, data, self._sockets, self.worker, restarts=number, places=places
+        )
         self.forget()
         self.recorder.begin_again(number, self.loss)
         new.found.notices = self.found.notices

@@ -92,7 +92,9 @@ class Transfer:
                 return  # lost meanwhile, or on this host
             case JobRequest(what="file"):
                 opened = partial(self._project_sync.open_file, said.path)
-                self.worker.do(opened, lambda fd: self._send(job, chunks_of_file(said.path, fd.result())))
+                self.worker.do(
+                    opened, lambda fd: self._send(job, chunks_of_file(said.path, fd.result()))
+                )
             case JobRequest(what="has"):
                 self.worker.do(partial(self._project_sync.travelled, job, said.path))
             case JobRequest():
@@ -119,12 +121,18 @@ class Transfer:
             result = done.result()
         except (OSError, Unreadable) as error:
             of_answer = isinstance(said, Chunk) and said.of == "answer"
-            what = "names that the run made could not be taken" if of_answer else "project could not travel"
+            what = (
+                "names that the run made could not be taken"
+                if of_answer
+                else "project could not travel"
+            )
             self._failed(job, f"the {what}: {error}")
         else:
             if isinstance(said, JobRequest):
                 self._send(job, chunks_of("project", result))
-        if isinstance(said, Chunk) and job in self._senders:  # kept or not: the run's end waits for the agent
+        if (
+            isinstance(said, Chunk) and job in self._senders
+        ):  # kept or not: the run's end waits for the agent
             self._senders[job].acknowledge(said)
 
     def _send(self, job: int, chunks: Iterator[Chunk]) -> None:
@@ -152,7 +160,9 @@ class Transfer:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
             try:
-                self._lost_bytes -= os.pwrite(fd, chunk.data, chunk.offset)  # or appends, where flags say so
+                self._lost_bytes -= os.pwrite(
+                    fd, chunk.data, chunk.offset
+                )  # or appends, where flags say so
             finally:
                 os.close(fd)
         except OSError as error:  # said when the run ends
@@ -188,7 +198,12 @@ class ProjectSync:
         known: Mapping[bytes, FileState] | None = None,
     ) -> None:
         self._known = known or {}
-        self._run, self._project, self._scratch, self._width = run, project, scratch, spec.ranks_per_vm
+        self._run, self._project, self._scratch, self._width = (
+            run,
+            project,
+            scratch,
+            spec.ranks_per_vm,
+        )
         self._shared = shared_places(project, spec.shared)
         self._token: Any = None
         self._archive: archive.Archive | None = None
@@ -235,8 +250,12 @@ class ProjectSync:
     def packed(self) -> Memory:
         """Return the packed project, for a VM that does not see it; raises OSError where it cannot be packed."""
         if self._archive is None:
-            packed = self._archive = archive.pack(self._project, always=self._along, known=self._known)
-            self._applier = Applier(self._project, packed.found, packed.stayed, self._run, self._aside)
+            packed = self._archive = archive.pack(
+                self._project, always=self._along, known=self._known
+            )
+            self._applier = Applier(
+                self._project, packed.found, packed.stayed, self._run, self._aside
+            )
         return Memory(os.getpid(), self._archive.fd, os.fstat(self._archive.fd).st_size)
 
     def open_file(self, name: str) -> int:
@@ -280,7 +299,9 @@ class ProjectSync:
             if not coming.complete:
                 return
             if chunk.of == "writes":
-                self._said += unpack(coming.fd, str(self._scratch), lambda entry: self._is_of(vm, entry))
+                self._said += unpack(
+                    coming.fd, str(self._scratch), lambda entry: self._is_of(vm, entry)
+                )
             elif self._applier is not None:
                 place = self._project
                 self._applier.take(coming.fd, lambda entry: vm == 0 or self._is_shared(entry))

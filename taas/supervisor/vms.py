@@ -58,7 +58,13 @@ class Vm:
         remote: bool,
         data: bool = False,
     ) -> None:
-        self.machine, self.key, self.demand, self.remote, self.data = machine, key, demand, remote, data
+        self.machine, self.key, self.demand, self.remote, self.data = (
+            machine,
+            key,
+            demand,
+            remote,
+            data,
+        )
         self.up = self.unfit = self.gone = False
         self.host = self.place = ""
         self._own_gpus: tuple[str, ...] = ()
@@ -76,7 +82,9 @@ class Vm:
     @property
     def label(self) -> str:
         """What the log calls it."""
-        return f"agent {self.machine.pid}" if self.machine.pid else self.place or "an agent elsewhere"
+        return (
+            f"agent {self.machine.pid}" if self.machine.pid else self.place or "an agent elsewhere"
+        )
 
     def take(self, said: AgentUp) -> None:
         """Take in what its agent says of it."""
@@ -104,7 +112,9 @@ class Vm:
             worker.do(self.machine.reap)
 
 
-def demand_of(submit: Submit, instance: str | None, gpus: int = 0, *, later: bool = False) -> Demand:
+def demand_of(
+    submit: Submit, instance: str | None, gpus: int = 0, *, later: bool = False
+) -> Demand:
     """Return what each VM of a run has to have: to be of an instance type, with so many GPUs; ``later`` as an engine has it."""
     return Demand(
         instance,

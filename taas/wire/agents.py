@@ -7,7 +7,16 @@ from typing import Generic, Literal, TypeVar
 from taas.delivery.config import DataOrder
 from taas.runs.stacks import RankSeen
 from taas.wire.framing import Alive, Leave, Memory, Message, StoreAddress
-from taas.wire.ranks import Answer, Asking, RankEnded, RankKept, RankOrder, RankStage, RankUse, Workspace
+from taas.wire.ranks import (
+    Answer,
+    Asking,
+    RankEnded,
+    RankKept,
+    RankOrder,
+    RankStage,
+    RankUse,
+    Workspace,
+)
 from taas.wire.transfer import Chunk, Taken
 
 How = Literal["interrupt", "failure", "now"]

@@ -109,7 +109,9 @@ def make_router(context: Any, public: bytes, secret: bytes) -> Socket:
     return router
 
 
-def make_dealer(context: Any, server: str | bytes, public: str | bytes, secret: str | bytes) -> Socket:
+def make_dealer(
+    context: Any, server: str | bytes, public: str | bytes, secret: str | bytes
+) -> Socket:
     """Return a client's socket for control messages."""
     dealer: Socket = context.socket(zmq.DEALER)
     show_key(dealer, server, public, secret)

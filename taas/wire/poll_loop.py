@@ -94,7 +94,9 @@ def give_limit(pid: int) -> None:
 
 
 def _set(limits: tuple[int, int]) -> None:
-    with contextlib.suppress(ValueError, OSError):  # some systems refuse "unlimited": it stays as it is
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # some systems refuse "unlimited": it stays as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
@@ -111,7 +113,9 @@ class WorkThread:
         self.pending = 0
         threading.Thread(target=self._serve, name="taas-worker", daemon=True).start()
 
-    def do(self, work: Callable[[], Any], then: Callable[[Future[Any]], object] = Future.result) -> None:
+    def do(
+        self, work: Callable[[], Any], then: Callable[[Future[Any]], object] = Future.result
+    ) -> None:
         """Do some work, after all that was given before; ``then``, in the loop, takes what came of it, or what it raised."""
         self.pending += 1
         self._work.put(partial(self._do, work, then))
@@ -148,7 +152,12 @@ class Child:
     """
 
     def __init__(
-        self, arguments: list[str], reports: Any = None, *, stdout: int = subprocess.PIPE, **options: Any
+        self,
+        arguments: list[str],
+        reports: Any = None,
+        *,
+        stdout: int = subprocess.PIPE,
+        **options: Any,
     ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=stdout, **options

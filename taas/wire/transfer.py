@@ -136,7 +136,11 @@ class Incoming:
             with tempfile.TemporaryFile(dir=folder) as file:
                 self.fd = os.dup(file.fileno())
         else:
-            self.fd = os.memfd_create("taas-incoming", os.MFD_CLOEXEC) if memory.elsewhere else memory.open()
+            self.fd = (
+                os.memfd_create("taas-incoming", os.MFD_CLOEXEC)
+                if memory.elsewhere
+                else memory.open()
+            )
 
     def take(self, chunk: Chunk) -> None:
         """Write a chunk down; an OSError: there is no memory for it, or it is not what comes next."""

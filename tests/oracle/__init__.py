@@ -37,16 +37,22 @@ def compare(program: Program, folder: Path) -> list[str]:
 
 def _compared(plain: Played, headed: Played, *, goes_on: bool) -> list[str]:
     found = [
-        line for pair in enumerate(zip(plain.cells, headed.cells, strict=True)) for line in _cells(*pair)
+        line
+        for pair in enumerate(zip(plain.cells, headed.cells, strict=True))
+        for line in _cells(*pair)
     ]
-    for (number, graph, state), (_, graph_there, state_there) in zip(plain.left, headed.left, strict=True):
+    for (number, graph, state), (_, graph_there, state_there) in zip(
+        plain.left, headed.left, strict=True
+    ):
         lines = [*differences(graph, graph_there), *_states(state, state_there)]
         if lines:
             found += [f"after cell {number}: {line}" for line in lines[:_LINES]]
             break
     found += _states({"files": plain.files}, {"files": headed.files})
     if not found and not goes_on:  # a notebook that fails in both shows nothing
-        found = [f"cell {n}: {ran.evalue} in both" for n, ran in enumerate(plain.cells) if ran.ename]
+        found = [
+            f"cell {n}: {ran.evalue} in both" for n, ran in enumerate(plain.cells) if ran.ename
+        ]
     return found + [f"lost: {what}" for what in headed.lost]
 
 
@@ -55,7 +61,9 @@ def _states(expected: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
         there = found.get(name)
         if isinstance(value, dict) and isinstance(there, dict):
             names = [n for n in {**value, **there} if value.get(n) != there.get(n)]
-            yield from (f"{name}[{n!r}]: {value.get(n)!r} expected, {there.get(n)!r} found" for n in names)
+            yield from (
+                f"{name}[{n!r}]: {value.get(n)!r} expected, {there.get(n)!r} found" for n in names
+            )
         elif value != there:
             yield f"{name}: {str(value)[:300]} expected, {str(there)[:300]} found"
 

@@ -120,7 +120,9 @@ class _Walk:
         expected, found = self._graphs
         yield from _missing("", list(expected.roots), list(found.roots))
         waiting = collections.deque(
-            (name, ref, found.roots[name]) for name, ref in expected.roots.items() if name in found.roots
+            (name, ref, found.roots[name])
+            for name, ref in expected.roots.items()
+            if name in found.roots
         )
         while waiting:
             path, one, other = waiting.popleft()
@@ -146,7 +148,9 @@ class _Walk:
             labels = [label for label, _ in theirs.edges]
             yield from _missing(path, [label for label, _ in mine.edges], labels)
             here = dict(theirs.edges)
-            waiting.extend((path + label, ref, here[label]) for label, ref in mine.edges if label in here)
+            waiting.extend(
+                (path + label, ref, here[label]) for label, ref in mine.edges if label in here
+            )
 
     def _alias(self, path: str, one: int, other: int, met: list[int | None]) -> str:
         if met[0] is not None:

@@ -38,10 +38,15 @@ def _look(notebook: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
     names = {
         name: value
         for name, value in notebook.items()
-        if name not in _OF_IPYTHON and not name.startswith("_i") and not (name[:2] == "__" == name[-2:])
+        if name not in _OF_IPYTHON
+        and not name.startswith("_i")
+        and not (name[:2] == "__" == name[-2:])
     }
     for name in _OWN:
-        if getattr(type(names.get(name)), "__module__", "").startswith("IPython") or name == "display":
+        if (
+            getattr(type(names.get(name)), "__module__", "").startswith("IPython")
+            or name == "display"
+        ):
             names.pop(name, None)
     for number, value in notebook["_oh"].items():
         names[f"Out[{number}]"] = value
@@ -59,12 +64,16 @@ def _look(notebook: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
 
 
 def _is_of_project(module: Any, project: str) -> bool:
-    return (getattr(module, "__file__", None) or "").rpartition("/")[0] == project  # there are thousands
+    return (getattr(module, "__file__", None) or "").rpartition("/")[
+        0
+    ] == project  # there are thousands
 
 
 def _imported(cells: list[str]) -> dict[str, bool]:
     """Return which of the modules that cells import by a dotted name are there."""
-    found = re.findall(r"^\s*(?:import|from) +([\w.]+)", "\n".join(cells).replace("\\n", "\n"), re.M)
+    found = re.findall(
+        r"^\s*(?:import|from) +([\w.]+)", "\n".join(cells).replace("\\n", "\n"), re.M
+    )
     return {name: name in sys.modules for name in found}
 
 
@@ -99,7 +108,9 @@ class _Kernel:
         from ipykernel.inprocess.ipkernel import InProcessKernel
         from ipykernel.inprocess.manager import InProcessKernelManager
 
-        context = self._context = contextvars.copy_context()  # NumPy's and decimal's settings live there
+        context = self._context = (
+            contextvars.copy_context()
+        )  # NumPy's and decimal's settings live there
 
         class Kernel(InProcessKernel):
             async def dispatch_shell(self, *args: Any) -> None:
@@ -107,7 +118,9 @@ class _Kernel:
                 await loop.create_task(super().dispatch_shell(*args), context=context)
 
             async def do_execute(self, *args: Any, **options: Any) -> Any:
-                self.shell_channel_thread = types.SimpleNamespace(parent_thread=None)  # an await asks for it
+                self.shell_channel_thread = types.SimpleNamespace(
+                    parent_thread=None
+                )  # an await asks for it
                 try:
                     return await super().do_execute(*args, **options)
                 finally:
@@ -115,9 +128,14 @@ class _Kernel:
 
         from traitlets.config import Config
 
-        multiprocessing.set_start_method("fork", force=True)  # as a kernel has it: its locks have no names
+        multiprocessing.set_start_method(
+            "fork", force=True
+        )  # as a kernel has it: its locks have no names
         os.chdir(folder)
-        os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+        os.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        }
         sys.path[:] = dict.fromkeys(["", *sys.path])  # forks have some entries twice
         sys.argv = ["ipykernel_launcher.py", "-f", "kernel.json"]
         sys.modules["torch"].set_num_threads(1)
@@ -127,7 +145,10 @@ class _Kernel:
         config.HistoryManager.enabled = False
         manager = InProcessKernelManager(config=config)
         manager.kernel = self._kernel = Kernel(
-            parent=manager, session=manager.session, user_module=self.main, user_ns=self.main.__dict__
+            parent=manager,
+            session=manager.session,
+            user_module=self.main,
+            user_ns=self.main.__dict__,
         )
         self._client = manager.client()
         self._client.start_channels()

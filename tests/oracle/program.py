@@ -76,7 +76,9 @@ def together(programs: Iterable[Program], most: int = 16) -> Iterator[Program]:
     for (count, header), group in alike.items():
         for at in range(0, len(group), most):
             some = group[at : at + most]
-            parts, files = zip(*(_numbered(one, number) for number, one in enumerate(some)), strict=True)
+            parts, files = zip(
+                *(_numbered(one, number) for number, one in enumerate(some)), strict=True
+            )
             cells = tuple(map("\n".join, zip(*parts, strict=True)))
             name = "; ".join(f"{number} {one.name}" for number, one in enumerate(some))
             yield Program(name, cells, tuple(range(1, 2 * count, 2)), header, sum(files, ()))
@@ -95,13 +97,17 @@ def _numbered(program: Program, number: int) -> tuple[list[str], tuple[tuple[str
     for n, cell in enumerate(program.cells):
         tree = ast.parse(with_files(cell))
         for node in ast.walk(tree):
-            for place in ("id", "attr", "arg", "name", "rest") if not isinstance(node, ast.alias) else ():
+            for place in (
+                ("id", "attr", "arg", "name", "rest") if not isinstance(node, ast.alias) else ()
+            ):
                 if getattr(node, place, None) in bound:
                     setattr(node, place, f"{getattr(node, place)}_{number}")
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 node.names = [f"{name}_{number}" if name in bound else name for name in node.names]
         if isinstance(last := tree.body[-1], ast.Expr):
-            tree.body[-1] = ast.Assign([ast.Name(f"shown_{number}", ast.Store())], last.value, lineno=0)
+            tree.body[-1] = ast.Assign(
+                [ast.Name(f"shown_{number}", ast.Store())], last.value, lineno=0
+            )
         text = ast.unparse(tree)
         if n in program.headed:
             cells += [text, ""]
@@ -140,4 +146,9 @@ class Played:
     @property
     def said(self) -> list[str]:
         """Lines of taas itself."""
-        return [line for ran in self.cells for line in ran.stdout.splitlines() if line.startswith("taas: ")]
+        return [
+            line
+            for ran in self.cells
+            for line in ran.stdout.splitlines()
+            if line.startswith("taas: ")
+        ]

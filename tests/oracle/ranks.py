@@ -42,7 +42,9 @@ def forkservers() -> Iterator[None]:
     """Run what kernels and ranks are forked from: two processes, as in production."""
     ipykernel = "ipykernel.inprocess.manager ipykernel.inprocess.ipkernel ipykernel.debugger"
     ipython = "IPython.core.magics IPython.core.completerlib IPython.core.completer"
-    _kernels.set_forkserver_preload(f"torch torch._dynamo numpy.random {ipykernel} {ipython} oracle".split())
+    _kernels.set_forkserver_preload(
+        f"torch torch._dynamo numpy.random {ipykernel} {ipython} oracle".split()
+    )
     _ranks.fit(RUN, dict(os.environ), rehearsed=None)  # later runs of this name keep it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
@@ -65,7 +67,10 @@ class _Process:
         self._process = context.Process(
             target=be_kernel, args=(theirs, program, str(folder)), kwargs={"plain": plain}
         )
-        connect, mp.connect_to_new_process = mp.connect_to_new_process, _kernels.connect_to_new_process
+        connect, mp.connect_to_new_process = (
+            mp.connect_to_new_process,
+            _kernels.connect_to_new_process,
+        )
         try:
             self._process.start()
         finally:
@@ -135,7 +140,9 @@ def _serve(kernel: _Process, folder: Path) -> Played:
                 recorder = Recorder(submit, ProcessMark.of(os.getpid()))
                 recorder.begin(())
                 kernel.pipe.send_bytes(pack(RunState(record=recorder.record)))
-                job = RankJob(_order(recorder, folder, continues=vm.services.kept.there), vm.services)
+                job = RankJob(
+                    _order(recorder, folder, continues=vm.services.kept.there), vm.services
+                )
                 ended = _run(vm, job, recorder)
                 kernel.pipe.send_bytes(pack(ended))
                 recorder.note(kept_ranks=None)  # else later tests see them in the table of runs

@@ -44,12 +44,21 @@ class Describer(Protocol):
 def _class(describer: Describer, number: int, cls: type) -> Read:
     if not of_notebook(cls):
         return {"name": name_of(cls)}, _items(cls.__bases__)
-    members = [(f".{name}", part) for name, part in sorted(vars(cls).items()) if name not in _NOT_OF_CLASSES]
-    return {"name": cls.__qualname__, "doc": cls.__doc__}, [*_items(cls.__bases__, " base "), *members]
+    members = [
+        (f".{name}", part)
+        for name, part in sorted(vars(cls).items())
+        if name not in _NOT_OF_CLASSES
+    ]
+    return {"name": cls.__qualname__, "doc": cls.__doc__}, [
+        *_items(cls.__bases__, " base "),
+        *members,
+    ]
 
 
 def _code(code: types.CodeType) -> list[Any]:
-    constants = [_code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
+    constants = [
+        _code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts
+    ]
     return [
         code.co_name, code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars,
         code.co_firstlineno, code.co_flags,
@@ -114,7 +123,9 @@ def _tensor(describer: Describer, number: int, tensor: Any) -> Read:
     if not tensor.is_meta:
         start = plain.data_ptr()
         extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        describer.view(number, start, start + (extent * tensor.element_size() if tensor.numel() else 0))
+        describer.view(
+            number, start, start + (extent * tensor.element_size() if tensor.numel() else 0)
+        )
         facts["values"] = _values(plain)
     facts |= {
         "stride": tensor.stride(),
@@ -123,7 +134,10 @@ def _tensor(describer: Describer, number: int, tensor: Any) -> Read:
         "graph": tensor.grad_fn is not None,
         "requires_grad": tensor.requires_grad,
     }
-    edges = [(".grad", tensor.grad if tensor.is_leaf or tensor.retains_grad else None), *_attributes(tensor)]
+    edges = [
+        (".grad", tensor.grad if tensor.is_leaf or tensor.retains_grad else None),
+        *_attributes(tensor),
+    ]
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         edges.append((f".{hooks}", [*(getattr(tensor, hooks, None) or {}).values()]))
     return facts, edges
@@ -145,7 +159,11 @@ def _values(array: Any) -> Any:
 def _ndarray(describer: Describer, number: int, value: Any) -> Read:
     import numpy as np
 
-    plain = np.asarray(value) if not isinstance(value, np.ma.MaskedArray) else value.data.view(np.ndarray)
+    plain = (
+        np.asarray(value)
+        if not isinstance(value, np.ma.MaskedArray)
+        else value.data.view(np.ndarray)
+    )
     facts = {
         "dtype": str(value.dtype),
         "shape": value.shape,
@@ -184,7 +202,11 @@ def _frame(describer: Describer, number: int, value: Any) -> Read:
         "shared": [block.refs.has_reference() for block in blocks],
         "name": repr(getattr(value, "name", None)),
     }
-    return facts, [*edges, (".attrs", value.attrs), *[(".flags", value.flags.allows_duplicate_labels)]]
+    return facts, [
+        *edges,
+        (".attrs", value.attrs),
+        *[(".flags", value.flags.allows_duplicate_labels)],
+    ]
 
 
 def _type_only(describer: Describer, number: int, value: Any) -> Read:
@@ -199,13 +221,19 @@ def _artist(describer: Describer, number: int, value: Any) -> Read:
         shown = io.BytesIO()
         value.savefig(shown, format="rgba", dpi=30)
         facts["shown"] = hashlib.sha1(shown.getvalue()).hexdigest()
-    held = [(".figure", value.figure), (".axes", value.axes), (".note", getattr(value, "note", None))]
+    held = [
+        (".figure", value.figure),
+        (".axes", value.axes),
+        (".note", getattr(value, "note", None)),
+    ]
     return facts, [*held, *_items(value.get_children())]
 
 
 def _optimizer(describer: Describer, number: int, value: Any) -> Read:
     """All but the mark by which a scheduler knows that ``step`` was called: a wrapper, and taas makes its own."""
-    return {}, [(f"[{name!r}]", part) for name, part in sorted(vars(value).items()) if name != "step"]
+    return {}, [
+        (f"[{name!r}]", part) for name, part in sorted(vars(value).items()) if name != "step"
+    ]
 
 
 def _logger(describer: Describer, number: int, value: Any) -> Read:
@@ -220,12 +248,19 @@ def _index(describer: Describer, number: int, value: Any) -> Read:
 
 
 def _extension_array(describer: Describer, number: int, value: Any) -> Read:
-    return {"dtype": str(value.dtype), "values": [repr(entry) for entry in value.tolist()[:10000]]}, []
+    return {
+        "dtype": str(value.dtype),
+        "values": [repr(entry) for entry in value.tolist()[:10000]],
+    }, []
 
 
 def _exception(describer: Describer, number: int, error: BaseException) -> Read:
     """Read what an exception says and why; where it was raised stays in its process."""
-    edges = [(".args", error.args), (".__cause__", error.__cause__), (".__context__", error.__context__)]
+    edges = [
+        (".args", error.args),
+        (".__cause__", error.__cause__),
+        (".__context__", error.__context__),
+    ]
     return {"suppress": error.__suppress_context__}, [*edges, *_attributes(error)]
 
 
@@ -304,7 +339,11 @@ def _items(values: Any, label: str = "") -> Edges:
 
 def _entries(mapping: Any) -> Edges:
     found: Edges = []
-    items = collections.OrderedDict.items if isinstance(mapping, collections.OrderedDict) else dict.items
+    items = (
+        collections.OrderedDict.items
+        if isinstance(mapping, collections.OrderedDict)
+        else dict.items
+    )
     for number, (key, value) in enumerate(items(mapping)):
         name = atom(key)
         if type(key) is int and key > _IDENTITY:
@@ -363,7 +402,10 @@ READERS: list[tuple[Callable[[Any], bool], Callable[..., Read]]] = [
     (_kinds(functools._lru_cache_wrapper), _lru_cache),
     (_kinds(enum.Enum), _enum_member),
     (_kinds(BaseException), _exception),
-    (_kinds(PurePath, re.Pattern, re.Match), lambda d, n, v: ({"shown": repr(v)}, [])),  # they cache in slots
+    (
+        _kinds(PurePath, re.Pattern, re.Match),
+        lambda d, n, v: ({"shown": repr(v)}, []),
+    ),  # they cache in slots
     (_kinds(weakref.ReferenceType), _weakref),
     (_kinds(logging.Logger), _logger),
     (_from("torch.optim", "Optimizer"), _optimizer),

@@ -33,7 +33,8 @@ def _precision(torch: Any) -> Any:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # set by the newer interface
         return [
-            torch._C._get_fp32_precision_getter(*what) for what in (("generic", "all"), ("cuda", "matmul"))
+            torch._C._get_fp32_precision_getter(*what)
+            for what in (("generic", "all"), ("cuda", "matmul"))
         ]
 
 
@@ -41,7 +42,11 @@ def _pandas_options() -> Any:
     pandas = sys.modules.get("pandas")
     if pandas is None or not hasattr(pandas, "options"):
         return None
-    names = [name for name in pandas._config.config._registered_options if not name.startswith("plotting.")]
+    names = [
+        name
+        for name in pandas._config.config._registered_options
+        if not name.startswith("plotting.")
+    ]
     return {name: ADDRESS.sub("", str(pandas.get_option(name))) for name in sorted(names)}
 
 
@@ -50,7 +55,9 @@ def _plot_settings() -> Any:
     if not hasattr(matplotlib, "rcParams"):
         return None
     return {
-        name: str(dict.get(matplotlib.rcParams, name)) for name in matplotlib.rcParams if name != "backend"
+        name: str(dict.get(matplotlib.rcParams, name))
+        for name in matplotlib.rcParams
+        if name != "backend"
     }
 
 
@@ -58,7 +65,9 @@ def _loggers() -> Any:
     found = {}
     named = [v for v in logging.root.manager.loggerDict.values() if isinstance(v, logging.Logger)]
     for logger in (logging.root, *named):
-        if logger.name.startswith(("asyncio", "torch.distributed", "ipykernel", "taas", "parso", "Comm")):
+        if logger.name.startswith(
+            ("asyncio", "torch.distributed", "ipykernel", "taas", "parso", "Comm")
+        ):
             continue  # what runs kernels and ranks has its own
         handlers = [(type(handler).__name__, handler.level) for handler in logger.handlers]
         if logger.level or logger.disabled or not logger.propagate or handlers:
@@ -82,7 +91,9 @@ def _float_format() -> Any:
     return formatter.float_precision, shell.colors, shell.ast_node_interactivity, formatter.pprint
 
 
-_OF_RUNS = re.compile(r"_$|OLDPWD|PWD|KINETO_|TORCHINDUCTOR_|TRITON_|CUDA_MODULE_LOADING|MPLBACKEND")
+_OF_RUNS = re.compile(
+    r"_$|OLDPWD|PWD|KINETO_|TORCHINDUCTOR_|TRITON_|CUDA_MODULE_LOADING|MPLBACKEND"
+)
 
 ROWS: dict[str, Callable[[], Any]] = {
     "os.environ": lambda: {k: v for k, v in os.environ.items() if not _OF_RUNS.match(k)},
