@@ -302,11 +302,13 @@ def first_sample(samples: list[Any]) -> Any:
 
 
 def many_tensors(rounds: int) -> list[Row]:
-    make = lambda: {
-        "dataset": Many(),
-        "batch_sampler": Ranges(1, 150 + WARM),
-        "collate_fn": first_sample,
-    }  # noqa: E731
+    def make():
+        return {
+            "dataset": Many(),
+            "batch_sampler": Ranges(1, 150 + WARM),
+            "collate_fn": first_sample,
+        }
+
     outcomes = paired(make, rounds)
     ours = statistics.median(o[0] for _, o in outcomes) / 150 / 114 * 1e3
     theirs = statistics.median(t[0] for t, _ in outcomes) / 150 / 114 * 1e3

@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("warm"),
     pytest.mark.skipif(
-        not os.path.exists("/dev/nvidiactl"), reason="no CUDA device on this machine"
-    ),  # noqa: PTH110
+        not Path("/dev/nvidiactl").exists(), reason="no CUDA device on this machine"
+    ),
 ]
 
 
