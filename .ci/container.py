@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Run a command as in a container: ``.ci/container.py make test`` is root without CAP_SYS_ADMIN.
 
-``.ci/container.py strict make test`` has no user namespaces either, as with Docker's seccomp profile (on x86-64;
-numbers and layouts are those of seccomp(2) and bpf(4)). So has an ordinary user.
+``.ci/container.py strict make test`` has no user namespaces either, as with Docker's seccomp
+profile (on x86-64; numbers and layouts are those of seccomp(2) and bpf(4)). So has an ordinary
+user.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Print, for pip, what the oldest supported environment is: pyproject.toml's floors, and the tests' tools.
 
-The tools have the versions of constraints.txt, of which nothing else holds here. With ``exactly`` as its argument: the
-floors, all of them, and of the tools only those without which no test runs (Colab's IPython is one of these floors).
+The tools have the versions of constraints.txt, of which nothing else holds here. With ``exactly``
+as its argument: the floors, all of them, and of the tools only those without which no test runs
+(Colab's IPython is one of these floors).
 """
 
 from __future__ import annotations

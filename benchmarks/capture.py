@@ -1,9 +1,9 @@
 """What capture costs: names into a payload, out of it in a rank, changes back into the notebook.
 
-Each line is the median of several rounds in a process of its own, which plays all parts; the plain pickle beside it
-is `pickle.dumps(..., protocol=5)` and `pickle.loads` of the same objects, or one copy of the same memory. The
-last columns compare all of it with pickle: times, and the most memory that Python had allocated (what lies in the
-shared file does not count, pickle's bytes do).
+Each line is the median of several rounds in a process of its own, which plays all parts; the plain
+pickle beside it is `pickle.dumps(..., protocol=5)` and `pickle.loads` of the same objects, or one
+copy of the same memory. The last columns compare all of it with pickle: times, and the most memory
+that Python had allocated (what lies in the shared file does not count, pickle's bytes do).
 
     python benchmarks/capture.py [--json FILE]
 """
@@ -66,7 +66,10 @@ CASES: dict[str, tuple[str, str]] = {
         "rows",
     ),
     "1M-row object column": (
-        "import pandas as pd\ndf = pd.DataFrame({'a': pd.Series([f'row {i}' for i in range(1_000_000)], dtype=object)})",
+        (
+            "import pandas as pd\ndf = pd.DataFrame({'a': pd.Series([f'row {i}' for i in"
+            " range(1_000_000)], dtype=object)})"
+        ),
         "df",
     ),
     "1000 small tensors": ("ts = [torch.ones(8) for _ in range(1000)]", "ts"),

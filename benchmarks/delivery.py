@@ -2,9 +2,10 @@
 
     python benchmarks/delivery.py [CASE …] [--rounds N] [--json FILE]
 
-Each throughput row is the median of paired rounds: DataLoader, then taas, the same batches, every byte read,
-sums compared. CPU seconds count every process that works for a side. Rounds begin with warm-up batches. The
-figures of a busy machine say little: the load before and after stands below the table.
+Each throughput row is the median of paired rounds: DataLoader, then taas, the same batches, every
+byte read, sums compared. CPU seconds count every process that works for a side. Rounds begin with
+warm-up batches. The figures of a busy machine say little: the load before and after stands below
+the table.
 """
 
 from __future__ import annotations
@@ -191,8 +192,14 @@ def throughput(
     middle = statistics.median
     return {
         "case": name,
-        "taas": f"{middle(gigabytes / o[0] for _, o in outcomes):.2f} GB/s, {middle(o[0] / batches for _, o in outcomes) * 1e3:.3f} ms",
-        "peer": f"{middle(gigabytes / t[0] for t, _ in outcomes):.2f} GB/s, {middle(t[0] / batches for t, _ in outcomes) * 1e3:.3f} ms",
+        "taas": (
+            f"{middle(gigabytes / o[0] for _, o in outcomes):.2f} GB/s,"
+            f" {middle(o[0] / batches for _, o in outcomes) * 1e3:.3f} ms"
+        ),
+        "peer": (
+            f"{middle(gigabytes / t[0] for t, _ in outcomes):.2f} GB/s,"
+            f" {middle(t[0] / batches for t, _ in outcomes) * 1e3:.3f} ms"
+        ),
         "ratio": middle(t[0] / o[0] for t, o in outcomes),
         "cpu ratio": middle(o[1] / t[1] if t[1] else 0.0 for t, o in outcomes),
         "goal": goal,
@@ -587,7 +594,8 @@ def table(rows: list[Row]) -> str:
         ratio = "" if math.isnan(row["ratio"]) else f"{row['ratio']:.2f}"
         goal = f"≥ {row['goal']}" if isinstance(row["goal"], float) else row["goal"]
         lines.append(
-            f"| {row['case']} | {row['taas']} | {row['peer']} | {ratio} | {cpu} | {goal} | {MET[met]} |"
+            f"| {row['case']} | {row['taas']} | {row['peer']} | {ratio} | {cpu} | {goal} |"
+            f" {MET[met]} |"
         )
     return "\n".join(lines)
 

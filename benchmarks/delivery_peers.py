@@ -1,7 +1,8 @@
 """Other loaders that ``benchmarks/delivery.py`` compares with, where they are installed.
 
-SPDL is read through its process-backed loader for PyTorch datasets, which takes the same dataset, samplers and
-collate function. Ray Data makes batches of the same size from a range; only the time to its first batch is taken.
+SPDL is read through its process-backed loader for PyTorch datasets, which takes the same dataset,
+samplers and collate function. Ray Data makes batches of the same size from a range; only the time
+to its first batch is taken.
 """
 
 from __future__ import annotations

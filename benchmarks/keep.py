@@ -1,8 +1,9 @@
 """How soon a cell is done in ranks that stay, beside nbdistributed and ipyparallel, in one run of this file.
 
-Four ranks each, in a notebook of each one's own: a cell of one line; a cell that changes an array of 1 MB, which is
-changed in the notebook afterwards with taas, and stays in the ranks with the others; the memory of the ranks' own while
-they wait. The time is that from sending the cell to its idle message at the front end.
+Four ranks each, in a notebook of each one's own: a cell of one line; a cell that changes an array
+of 1 MB, which is changed in the notebook afterwards with taas, and stays in the ranks with the
+others; the memory of the ranks' own while they wait. The time is that from sending the cell to its
+idle message at the front end.
 
     pip install -r benchmarks/requirements-keep.txt
     python benchmarks/keep.py [--rounds 20] [--gigabytes 2] [--json FILE]
@@ -53,7 +54,10 @@ PEERS = {
     ),
     "ipyparallel": (
         (
-            f"import ipyparallel\ncluster = ipyparallel.Cluster(n={RANKS})\nclient = cluster.start_and_connect_sync()",
+            (
+                f"import ipyparallel\ncluster = ipyparallel.Cluster(n={RANKS})\nclient ="
+                " cluster.start_and_connect_sync()"
+            ),
             "%load_ext ipyparallel",
         ),
         "%%px\n",

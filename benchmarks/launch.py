@@ -1,8 +1,9 @@
 """How long a run takes to start, side by side with other launchers, in one run of this file.
 
-From the moment a cell is executed (or a launcher's command started) to the end of the first all-reduce in all
-ranks, and to the next prompt (or the launcher's exit). gloo, CPU ranks. Also: many ranks on several agents, a
-1 GB tensor to 8 ranks and back. What ranks print: benchmarks/output.py.
+From the moment a cell is executed (or a launcher's command started) to the end of the first
+all-reduce in all ranks, and to the next prompt (or the launcher's exit). gloo, CPU ranks. Also:
+many ranks on several agents, a 1 GB tensor to 8 ranks and back. What ranks print:
+benchmarks/output.py.
 
     python benchmarks/launch.py [--ranks 8] [--rounds 7] [--skip-peers] [--json FILE]
 """
@@ -155,7 +156,8 @@ def peers(ranks: int, folder: Path) -> dict[str, Callable[[], tuple[float, float
     ]
     found: dict[str, Callable[[], tuple[float, float]]] = {"torchrun": lambda: command(torchrun)}
     if importlib.util.find_spec("accelerate"):
-        # --cpu starts one process only, unless there is MPI; --multi_gpu is its torchrun, GPUs or not
+        # --cpu starts one process only, unless there is MPI; --multi_gpu is its torchrun, GPUs or
+        # not
         launch = [
             sys.executable,
             "-m",
@@ -169,11 +171,11 @@ def peers(ranks: int, folder: Path) -> dict[str, Callable[[], tuple[float, float
     if importlib.util.find_spec("torchrunx"):
         runner = folder / "runx.py"
         runner.write_text(
-            "import torchrunx, runpy\n"
-            f"def work():\n    return runpy.run_path({str(script)!r})['reached'].item()\n"
-            f"if __name__ == '__main__':\n"
-            f"    launcher = torchrunx.Launcher(hostnames=['localhost'], workers_per_host={ranks}, backend=None)\n"
-            f"    print('reached', launcher.run(work).rank(0))  # its workers' output goes to log files\n"
+            "import torchrunx, runpy\ndef work():\n    return"
+            f" runpy.run_path({str(script)!r})['reached'].item()\nif __name__ == '__main__':\n   "
+            f" launcher = torchrunx.Launcher(hostnames=['localhost'], workers_per_host={ranks},"
+            " backend=None)\n    print('reached', launcher.run(work).rank(0))  # its workers'"
+            " output goes to log files\n"
         )
         found["torchrunx"] = lambda: command([sys.executable, str(runner)])
     return found
@@ -260,7 +262,8 @@ def main() -> None:
                 rows[name] = measure(once, min(3, options.rounds))
             except subprocess.CalledProcessError as error:
                 print(
-                    f"{name:36} does not run here: {(error.stderr.strip().splitlines() or ['?'])[-1]}"
+                    f"{name:36} does not run here:"
+                    f" {(error.stderr.strip().splitlines() or ['?'])[-1]}"
                 )
     if "torchrun" in rows:
         ratio = rows["torchrun"]["all_reduce_s"] / rows["taas, warm"]["all_reduce_s"]

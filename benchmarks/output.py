@@ -1,8 +1,8 @@
 """How fast a rank's output reaches the cell, beside the same cell in a plain kernel, in one run of this file.
 
-100,000 printed lines, from the cell's start to its end, and in how many messages of each second and in all, which is
-what a front end pays for; the time from a print after a pause to its message at the front end; what the rank keeps of
-what it has printed.
+100,000 printed lines, from the cell's start to its end, and in how many messages of each second and
+in all, which is what a front end pays for; the time from a print after a pause to its message at
+the front end; what the rank keeps of what it has printed.
 
     python benchmarks/output.py [--rounds 5] [--json FILE]
 """

@@ -1,12 +1,14 @@
 """How long a run takes to start on a Ray cluster that is up, beside Ray Train's TorchTrainer, in one run of this file.
 
-The cluster is that of the tests: a head and two nodes in network namespaces of this machine, which see neither the
-notebook's project nor its memory. From the moment a cell is executed (or ``fit`` is called, in a driver that has
-connected and imported all it needs) to the end of the first all-reduce in all ranks, and to the next prompt (or
-the return of ``fit``). gloo, CPU ranks, half of them on each node. Then: how long it takes until the cell names
-a node that was killed, one that was cut off, and a head that was.
+The cluster is that of the tests: a head and two nodes in network namespaces of this machine, which
+see neither the notebook's project nor its memory. From the moment a cell is executed (or ``fit`` is
+called, in a driver that has connected and imported all it needs) to the end of the first all-reduce
+in all ranks, and to the next prompt (or the return of ``fit``). gloo, CPU ranks, half of them on
+each node. Then: how long it takes until the cell names a node that was killed, one that was cut
+off, and a head that was.
 
-    python benchmarks/ray_start.py [--ranks 8] [--rounds 5] [--skip-peer] [--skip-losses] [--json FILE]
+    python benchmarks/ray_start.py [--ranks 8] [--rounds 5] [--skip-peer] [--skip-losses] [--json
+    FILE]
 
 Needs root, and benchmarks/requirements-ray.txt for the peer.
 """
@@ -247,7 +249,8 @@ def main() -> None:
     peer = not options.skip_peer
     if peer and importlib.util.find_spec("tensorboardX") is None:
         raise SystemExit(
-            "Ray Train is not installed: pip install -r benchmarks/requirements-ray.txt, or --skip-peer"
+            "Ray Train is not installed: pip install -r benchmarks/requirements-ray.txt, or"
+            " --skip-peer"
         )
     _linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a kernel leaves is found below this process
     half = options.ranks // 2
@@ -270,7 +273,8 @@ def main() -> None:
         for name in (FIRST, CHOSEN, NEXT):
             ratio = {key: rows["TorchTrainer"][key] / rows[name][key] for key in rows[name]}
             print(
-                f"TorchTrainer takes {ratio['all_reduce_s']:.1f} times as long as {name}, to the prompt {ratio['prompt_s']:.1f}"
+                f"TorchTrainer takes {ratio['all_reduce_s']:.1f} times as long as {name}, to the"
+                f" prompt {ratio['prompt_s']:.1f}"
             )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))

@@ -1,7 +1,8 @@
 """What the supervisor does with many VMs: a thousand agents and 8,000 ranks by the real wire, which do nothing but say so.
 
-Supervisor, kernel and messages are the real ones. The agents stand in for VMs: they connect from other processes by TCP
-with keys of their own, report eight ranks each, send a line for each, and end as they are told.
+Supervisor, kernel and messages are the real ones. The agents stand in for VMs: they connect from
+other processes by TCP with keys of their own, report eight ranks each, send a line for each, and
+end as they are told.
 
     python benchmarks/scale.py [--vms 1000] [--json FILE]
 """

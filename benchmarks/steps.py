@@ -1,7 +1,7 @@
 """Steps a second of a small network under DDP: a taas cell beside torchrun, in pairs of changing order.
 
-gloo, two CPU ranks with one thread each. The pairs' ratios say what a cell costs, or gives; pages faulted in and
-processor time of a step say why.
+gloo, two CPU ranks with one thread each. The pairs' ratios say what a cell costs, or gives; pages
+faulted in and processor time of a step say why.
 
     python benchmarks/steps.py [--pairs 7] [--steps 400] [--ranks 2]
 """
@@ -94,16 +94,16 @@ def main() -> None:
                 for name in sorted(runs, reverse=bool(pair % 2)):
                     figures[name] = measured(runs[name]())
                     print(
-                        "{:9} {:6.1f} steps/s  user {:5.2f} ms  system {:5.2f} ms  {:6.0f} pages a step  loss {:.9f}".format(
-                            name, *figures[name]
-                        ),
+                        "{:9} {:6.1f} steps/s  user {:5.2f} ms  system {:5.2f} ms  {:6.0f} pages a"
+                        " step  loss {:.9f}".format(name, *figures[name]),
                         flush=True,
                     )
                 ratios.append(figures["taas"][0] / figures["torchrun"][0])
         finally:
             book.close()
     print(
-        f"taas / torchrun: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
+        f"taas / torchrun: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to"
+        f" {max(ratios):.3f}"
     )
 
 

@@ -1,9 +1,10 @@
 """What the write rule costs: ``python benchmarks/storage.py [--json FILE] [--quick]``.
 
-* guard: from the first instruction of ``guard`` to its return, one freshly forked rank after another, with torch
-  loaded and the forkserver's survey made, for each mechanism this machine gives;
-* rank 0: small files and one large save, with and without the guard, in turns (paired), so that what else the
-  machine does falls on both; the figure is the median of the pairs' ratios;
+* guard: from the first instruction of ``guard`` to its return, one freshly forked rank after
+  another, with torch loaded and the forkserver's survey made, for each mechanism this machine
+  gives;
+* rank 0: small files and one large save, with and without the guard, in turns (paired), so that
+  what else the machine does falls on both; the figure is the median of the pairs' ratios;
 * other ranks: one call of each kind, plain and behind the wall.
 """
 

@@ -1,8 +1,9 @@
 """How long the supervisor's loop is at something while large names arrive, in which it hears nobody else.
 
-A run's answer comes from an agent elsewhere (in chunks, which are written down here), for the notebook's cell or for a
-background run that keeps it on disk; and from an agent here, kept on disk. A turn is from the return of poll(2) to its next
-call, less the time in which threads of the supervisor were ready to run and another process had the processor (schedstat).
+A run's answer comes from an agent elsewhere (in chunks, which are written down here), for the
+notebook's cell or for a background run that keeps it on disk; and from an agent here, kept on disk.
+A turn is from the return of poll(2) to its next call, less the time in which threads of the
+supervisor were ready to run and another process had the processor (schedstat).
 
     python benchmarks/turns.py [--gigabytes 2] [--json FILE]
 """

@@ -1,6 +1,7 @@
 """The documentation site: ``make docs`` builds it from the documents where they lie, with the repository as its root.
 
-So links lead to the same files here and where one reads the repository, and nothing is written twice.
+So links lead to the same files here and where one reads the repository, and nothing is written
+twice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ root_doc = "docs/index"
 include_patterns = ["*.md", "docs/*.md", "taas/agents.md", "examples/**.ipynb"]
 exclude_patterns = [".*", "artefacts", "build", "dist", "AGENTS.md"]
 nitpicky = True
-nitpick_ignore = [  # other projects' sites are not asked, so that the documents can be built without a network
+# other projects' sites are not asked, so that the documents can be built without a network
+nitpick_ignore = [
     ("py:exc", "UsageError"),
     ("py:class", "collections.abc.Callable"),
     ("py:class", "concurrent.futures.Future"),

@@ -1,6 +1,7 @@
 """Take the pictures of the documents: JupyterLab in Chromium, driven by Playwright (``make screenshots``).
 
-What is in them are the cells of the README, and those below. Look at the pictures before you commit them.
+What is in them are the cells of the README, and those below. Look at the pictures before you commit
+them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Notebook:
                 expect(seen).to_contain_text(until or ran, timeout=PATIENCE / tries)
                 return
         sys.exit(
-            f"cell {number} of {self.page.url} did not come to {until or 'its end'}: {cell.inner_text()}"
+            f"cell {number} of {self.page.url} did not come to {until or 'its end'}:"
+            f" {cell.inner_text()}"
         )
 
     def photograph(self, name: str, *numbers: int) -> None:

@@ -1,10 +1,11 @@
 """Handwritten digits in MNIST's file format, for machines that cannot download MNIST.
 
-scikit-learn brings 1,797 handwritten digits of 8x8 pixels with it (the test set of "Optical Recognition of
-Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998). They are enlarged to 20x20
-pixels, centred on 28x28 as MNIST's are, and written as the four IDX files that torchvision looks for before it
-downloads. So ``datasets.MNIST(root, download=True)`` reads them without a network. They are not MNIST: 1,440
-images to train with, 357 to test, and easier to tell apart.
+scikit-learn brings 1,797 handwritten digits of 8x8 pixels with it (the test set of "Optical
+Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository,
+1998). They are enlarged to 20x20 pixels, centred on 28x28 as MNIST's are, and written as the four
+IDX files that torchvision looks for before it downloads. So ``datasets.MNIST(root, download=True)``
+reads them without a network. They are not MNIST: 1,440 images to train with, 357 to test, and
+easier to tell apart.
 
     python examples/offline_mnist.py FOLDER
 """

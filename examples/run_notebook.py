@@ -2,8 +2,8 @@
 
     python examples/run_notebook.py examples/mnist_ddp.ipynb --out artefacts
 
-The notebook runs in its own folder, in a kernel of the Python that runs this. The copy, with its outputs, is
-written also when a cell fails; then the exit status is 1.
+The notebook runs in its own folder, in a kernel of the Python that runs this. The copy, with its
+outputs, is written also when a cell fails; then the exit status is 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """taas makes a notebook cell train on many GPUs.
 
-In IPython, ``import taas`` or ``%load_ext taas`` activates the cell header ``#pragma taas``; elsewhere importing
-has no effect.
+In IPython, ``import taas`` or ``%load_ext taas`` activates the cell header ``#pragma taas``;
+elsewhere importing has no effect.
 """
 
 from __future__ import annotations

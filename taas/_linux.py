@@ -1,8 +1,9 @@
 """The Linux calls that Python's library has not, by ctypes: plumbing only, no policy.
 
-A refusal is an ``OSError`` whose text says which call, on what, and what usually causes that refusal. Sources: man pages unshare(2), mount(2), mount_setattr(2), user_namespaces(7), capabilities(7),
-prctl(2), timer_create(2), mallopt(3). The numbers below are from the kernel's uapi headers; calls newer than 2019
-have the same number on every architecture.
+A refusal is an ``OSError`` whose text says which call, on what, and what usually causes that
+refusal. Sources: man pages unshare(2), mount(2), mount_setattr(2), user_namespaces(7),
+capabilities(7), prctl(2), timer_create(2), mallopt(3). The numbers below are from the kernel's uapi
+headers; calls newer than 2019 have the same number on every architecture.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ _ADVICE = {
     (
         "unshare",
         errno.EPERM,
-    ): "this user may not make namespaces: a container's seccomp profile, AppArmor "
-    "(kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a chroot refuses them",
+    ): (
+        "this user may not make namespaces: a container's seccomp profile, AppArmor"
+        " (kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a"
+        " chroot refuses them"
+    ),
     (
         "mount",
         errno.EPERM,
@@ -82,7 +86,7 @@ def check(result: int, call: str, subject: str) -> int:
     raise OSError(code, text)
 
 
-# namespaces and mounts -----------------------------------------------------------------------------
+# namespaces and mounts ----------------------------------------------------------------------------
 
 
 def unshare(flags: int) -> None:
@@ -107,8 +111,9 @@ _user_namespace: int | None = None
 def share_user_namespace() -> None:
     """Make one user namespace for all who are forked from this process and mount (:func:`own_mounts`), if they need one.
 
-    From different ones they may not look into each other, by pidfd_getfd(2), process_vm_readv(2) or /proc/PID (ptrace(2)).
-    Where none can be made, or entered, each makes its own, and says why it cannot.
+    From different ones they may not look into each other, by pidfd_getfd(2), process_vm_readv(2) or
+    /proc/PID (ptrace(2)). Where none can be made, or entered, each makes its own, and says why it
+    cannot.
     """
     global _user_namespace
     if has_capability(CAP_SYS_ADMIN):
@@ -159,7 +164,8 @@ def mount_readonly(target: str) -> None:
 def close_device(path: str) -> None:
     """Let nobody in this mount namespace open the device at a path: from now on that is EACCES.
 
-    The node is mounted on itself without the right to devices; who may not mount cannot take that away.
+    The node is mounted on itself without the right to devices; who may not mount cannot take that
+    away.
     """
     mount(path, path, MS_BIND)
     try:
@@ -222,13 +228,14 @@ def remount_readonly(entry: Mount) -> None:
     mount(None, entry.point, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
 
-# files ---------------------------------------------------------------------------------------------
+# files --------------------------------------------------------------------------------------------
 
 
 def remove_tree(folder: str | os.PathLike[str]) -> None:
     """Remove a folder of taas' own with all that is in it, as far as that can be done: tidying up ends nothing.
 
-    Before Python 3.13 ``rmtree`` calls itself for each level, and what a cell has written may have thousands.
+    Before Python 3.13 ``rmtree`` calls itself for each level, and what a cell has written may have
+    thousands.
     """
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -237,11 +244,12 @@ def remove_tree(folder: str | os.PathLike[str]) -> None:
 def is_being_written(fd: int) -> bool | None:
     """Whether anybody has a file open for writing, or mapped; None where the system cannot tell.
 
-    The system grants a read lease (fcntl(2)) on a file only while nobody could write it. It is given back at
-    once; who opens the file in between is not told, and does not wait.
+    The system grants a read lease (fcntl(2)) on a file only while nobody could write it. It is
+    given back at once; who opens the file in between is not told, and does not wait.
     """
     try:
-        # A broken lease is told by SIGIO, which would end this process. This signal is ignored by default.
+        # A broken lease is told by SIGIO, which would end this process. This signal is ignored by
+        # default.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
@@ -250,7 +258,7 @@ def is_being_written(fd: int) -> bool | None:
     return False
 
 
-# processes -----------------------------------------------------------------------------------------
+# processes ----------------------------------------------------------------------------------------
 
 
 class Process(NamedTuple):
@@ -269,7 +277,7 @@ def process(pid: int) -> Process | None:
     return Process(fields[0], int(fields[19]))
 
 
-# privileges ----------------------------------------------------------------------------------------
+# privileges ---------------------------------------------------------------------------------------
 
 
 class _CapHeader(ctypes.Structure):
@@ -293,7 +301,8 @@ def drop_capabilities(numbers: Iterable[int] | None) -> None:
     check(libc.capget(ctypes.byref(header), data), "capget", "self")
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for number in range(64) if numbers is None else numbers:
-        # Without CAP_SETPCAP a process cannot shrink its bounding set, and its permitted set counts; or there is none such.
+        # Without CAP_SETPCAP a process cannot shrink its bounding set, and its permitted set
+        # counts; or there is none such.
         with contextlib.suppress(OSError):
             prctl(_PR_CAPBSET_DROP, number)
         mask = 0xFFFFFFFF ^ (1 << number % 32)
@@ -313,7 +322,8 @@ def prctl(option: int, argument: int = 0) -> int:
 def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
     """Have malloc keep so many freed bytes at the top of a heap: fresh pages cost more than the work done in them.
 
-    Blocks from ``map_from`` bytes on (32 MiB at most) are mapped, and given back, each on its own; None: no block is.
+    Blocks from ``map_from`` bytes on (32 MiB at most) are mapped, and given back, each on its own;
+    None: no block is.
     """
     libc.mallopt(_M_TRIM_THRESHOLD, kept)
     if map_from is None:
@@ -375,8 +385,8 @@ _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 def begin_afresh() -> None:
     """Undo what this process has inherited and cannot work with: blocked and ignored signals, a folder that may go.
 
-    Whoever starts it may have blocked SIGCHLD, for one: a forkserver would never hear that a child has ended. SIGHUP stays
-    ignored where ``nohup`` has seen to that.
+    Whoever starts it may have blocked SIGCHLD, for one: a forkserver would never hear that a child
+    has ended. SIGHUP stays ignored where ``nohup`` has seen to that.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in signal.valid_signals() - {signal.SIGHUP, *_PYTHONS_OWN}:
@@ -394,11 +404,13 @@ def set_parent_death_signal(number: int) -> None:
 def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
     """Enter a new mount namespace; in the body this process may mount, afterwards it may not. Yields whether this is root.
 
-    The process has one thread. As root, who loses the capabilities ``give_up`` at the end, the right to mount is there; an
-    ordinary user gets it by a user namespace, with all other capabilities, and loses them all, also when the body fails.
+    The process has one thread. As root, who loses the capabilities ``give_up`` at the end, the
+    right to mount is there; an ordinary user gets it by a user namespace, with all other
+    capabilities, and loses them all, also when the body fails.
 
     Raises:
-        OSError: refused here; the text says by what. The process may then be in a namespace of its own.
+        OSError: refused here; the text says by what. The process may then be in a namespace of its
+            own.
     """
     signal = parent_death_signal()
     as_root = has_capability(CAP_SYS_ADMIN)

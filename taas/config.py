@@ -1,13 +1,15 @@
 """Instance types, and ``taas.toml``.
 
-A run asks for VMs of an *instance type*. The built-in types carry DataSphere's names and sizes, so that its
-notebooks mean the same here; ``taas.toml`` adds types and sets defaults (docs/configuration.md has all keys). A key that an
-option of the cell header has, too, takes what that takes (`header.options`); the others stand in a table below.
+A run asks for VMs of an *instance type*. The built-in types carry DataSphere's names and sizes, so
+that its notebooks mean the same here; ``taas.toml`` adds types and sets defaults
+(docs/configuration.md has all keys). A key that an option of the cell header has, too, takes what
+that takes (`header.options`); the others stand in a table below.
 
 Two files are read, if they are there: ``taas.toml`` in the user's configuration folder
-(``$XDG_CONFIG_HOME/taas``, else ``~/.config/taas``), then ``taas.toml`` in the project, the kernel's working
-directory; what the project says wins, key by key. Parents of the project are not searched: a file nobody
-remembers would change runs. Unknown keys are errors (`ConfigError`) that name file, key and the nearest key.
+(``$XDG_CONFIG_HOME/taas``, else ``~/.config/taas``), then ``taas.toml`` in the project, the
+kernel's working directory; what the project says wins, key by key. Parents of the project are not
+searched: a file nobody remembers would change runs. Unknown keys are errors (`ConfigError`) that
+name file, key and the nearest key.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ BUILT_IN_TYPES: Mapping[str, InstanceType] = {
     )
 }
 _SIZED = re.compile(r"(?:([0-9]{1,4})\s*x)?([a-z]+[0-9]+)(?:[^a-z0-9]*x?([0-9]{1,4})(?:gpus?)?)?")
-"""A name and a number of GPUs, as people write them: ``a100.8``, ``8xa100``, ``a100x8``, ``g2-8``, ``g2``."""
+"""A name and a number of GPUs, as people write them: ``a100.8``, ``8xa100``, ``a100x8``, ``g2-8``,
+``g2``.
+"""
 DATA_VM = "c1.4"
 """The type of the VMs that ``--cpus`` asks for."""
 
@@ -178,13 +182,13 @@ def project_folder() -> Path:
         return folder
     except UnicodeEncodeError:
         raise HeaderError(
-            f"the notebook's folder {shown_path(folder)} has a name that is not UTF-8, and what is told of a run is: rename "
-            "it, or type %cd and another folder"
+            f"the notebook's folder {shown_path(folder)} has a name that is not UTF-8, and what is"
+            " told of a run is: rename it, or type %cd and another folder"
         ) from None
     except FileNotFoundError:
         raise HeaderError(
-            "the notebook's working directory was removed, and is the project of its runs: type %cd and a folder "
-            "that is there"
+            "the notebook's working directory was removed, and is the project of its runs: type %cd"
+            " and a folder that is there"
         ) from None
 
 
@@ -222,13 +226,15 @@ def _is_there(path: Path) -> bool:
         ) from None
     if other:
         raise ConfigError(
-            f"{shown_path(path)}: it is no file, nor a link to one; replace it by a file or remove it"
+            f"{shown_path(path)}: it is no file, nor a link to one; replace it by a file or"
+            " remove it"
         )
     return False
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import tomllib  # here, as msgspec below: most projects have no taas.toml, and `import taas` is to stay cheap
+    # here, as msgspec below: most projects have no taas.toml, and `import taas` is to stay cheap
+    import tomllib
 
     try:
         with path.open("rb") as file:
@@ -254,7 +260,8 @@ def _setting(key: str, value: Any, path: Path) -> Any:
     section = key.rpartition(".")[0]
     if value is None or not isinstance(value, str | int | float | list):
         raise ConfigError(
-            f"{path}: {key} = {shown(str(value))}: a date has no meaning here; write a text or a number"
+            f"{path}: {key} = {shown(str(value))}: a date has no meaning here; write a text or a"
+            " number"
         )
     beside = [known for known in _CONVERT if known.rpartition(".")[0] == section]
     _refuse_unknown([key], beside or [*_CONVERT, 'instances."g2.8"'], path)

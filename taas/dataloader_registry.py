@@ -27,23 +27,26 @@ _registry: dict[int, _Entry] = {}
 def register(loader: Any, name: str | None = None) -> Any:
     """Have data workers make this loader's elements in every run with ``--cpus``.
 
-    A loader that was registered in the same variable, and that no variable holds any more, is registered no longer:
-    its cell was run again.
+    A loader that was registered in the same variable, and that no variable holds any more, is
+    registered no longer: its cell was run again.
 
     Args:
         loader: a DataLoader, or any iterable that begins anew each time it is iterated.
-        name: what ``--units NAME=…`` and the live view call it; otherwise the variable that holds it.
+        name: what ``--units NAME=…`` and the live view call it; otherwise the variable that holds
+            it.
 
     Returns:
         The loader itself.
 
     Raises:
-        RegistrationError: it is registered already, it is not iterable, it cannot travel, or the name cannot be used.
+        RegistrationError: it is registered already, it is not iterable, it cannot travel, or the
+            name cannot be used.
     """
     if id(loader) in _registry:
         known = _registry[id(loader)].name or _variable_of(loader) or "this loader"
         raise RegistrationError(
-            f"{known} is registered already. Register a loader once; taas.unregister(loader) undoes it"
+            f"{known} is registered already. Register a loader once; taas.unregister(loader)"
+            " undoes it"
         )
     variable = _variable_of(loader)
     replaced = _replaced_in(variable)
@@ -73,8 +76,8 @@ def unregister(loader: Any) -> None:
     """
     if _registry.pop(id(loader), None) is None:
         raise RegistrationError(
-            "this loader is not registered. If its variable was assigned anew since, the old object is: "
-            "taas.unregister() takes that one"
+            "this loader is not registered. If its variable was assigned anew since, the old object"
+            " is: taas.unregister() takes that one"
         )
 
 
@@ -102,7 +105,8 @@ def _variable_of(loader: Any, namespace: Mapping[str, Any] | None = None) -> str
     return None
 
 
-# ── checks ────────────────────────────────────────────────────────────────────────────────────────────
+# ── checks
+# ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _check_name(name: Any, replaced: Collection[int]) -> None:
@@ -125,12 +129,13 @@ def _check_name(name: Any, replaced: Collection[int]) -> None:
 def _check_iterable(loader: Any) -> None:
     if not hasattr(type(loader), "__iter__"):
         raise RegistrationError(
-            f"a {type(loader).__qualname__} cannot be iterated. Register the DataLoader, not its dataset or sampler"
+            f"a {type(loader).__qualname__} cannot be iterated. Register the DataLoader, not its"
+            " dataset or sampler"
         )
     if hasattr(type(loader), "__next__"):  # asked of its type, so that nothing is begun
         raise RegistrationError(
-            f"a {type(loader).__qualname__} is an iterator: it yields once and cannot begin anew on a data worker. "
-            "Register the DataLoader (or the iterable) that it came from"
+            f"a {type(loader).__qualname__} is an iterator: it yields once and cannot begin anew on"
+            " a data worker. Register the DataLoader (or the iterable) that it came from"
         )
 
 
@@ -142,8 +147,9 @@ def _check_travels(loader: Any, name: str) -> None:
     found = culprit_of(name, take_apart(loader), reader, without_gpu=True)
     if found is not None:
         raise RegistrationError(
-            f"{found.path} cannot travel to a data worker: it is a {found.kind} ({found.reason}). "
-            "Make it where it is used (in __getitem__, or in worker_init_fn), or leave it out by __getstate__"
+            f"{found.path} cannot travel to a data worker: it is a {found.kind} ({found.reason})."
+            " Make it where it is used (in __getitem__, or in worker_init_fn), or leave it out by"
+            " __getstate__"
         )
 
 
@@ -163,8 +169,9 @@ _START = Position(0, 0)
 class Resumed:
     """Where the loaders of a cell begin; ``resumed[loader]`` (or ``resumed["name"]``) is a ``Position``.
 
-    A loader that is not delivered by data workers begins at its start: ``Position(0, 0)``. ``restart`` is how often this run
-    was started again: 0 in its first start, in the notebook, and in a plain script.
+    A loader that is not delivered by data workers begins at its start: ``Position(0, 0)``.
+    ``restart`` is how often this run was started again: 0 in its first start, in the notebook, and
+    in a plain script.
     """
 
     def __init__(self, restart: int, places: Mapping[str, Position]) -> None:
@@ -183,27 +190,28 @@ class Resumed:
 def resume(**places: tuple[int, int]) -> Resumed:
     """Let the registered loaders go on where the run's earlier start was lost; call it before the first loop.
 
-    After a restart of the ranks (``--max-restarts``), each loader goes on at the lowest step that not every rank had
-    completed. In a first start, and where a cell has no data workers, every loader begins at its start, and this
-    only says so.
+    After a restart of the ranks (``--max-restarts``), each loader goes on at the lowest step that
+    not every rank had completed. In a first start, and where a cell has no data workers, every
+    loader begins at its start, and this only says so.
 
     Args:
-        places: ``name=(iteration, step)`` of registered loaders that shall go on elsewhere, such as where the
-            checkpoint stands that the cell goes on from. All ranks have to give the same.
+        places: ``name=(iteration, step)`` of registered loaders that shall go on elsewhere, such as
+            where the checkpoint stands that the cell goes on from. All ranks have to give the same.
 
     Returns:
         Where each loader begins now.
 
     Raises:
-        DeliveryError: a loop over a registered loader has begun already, or a name in ``places`` is not that of a
-            loader that data workers deliver.
+        DeliveryError: a loop over a registered loader has begun already, or a name in ``places`` is
+            not that of a loader that data workers deliver.
     """
     loader = sys.modules.get("taas.delivery.loader")
     found = loader.resume(places) if loader is not None else {}
     if places and not found:
         raise DeliveryError(
-            f"taas.resume({next(iter(places))}=…): this process has no data workers, and a loader that they do not "
-            "deliver begins at its start. Give the cell --cpus, or skip in the loop what was seen"
+            f"taas.resume({next(iter(places))}=…): this process has no data workers, and a loader"
+            " that they do not deliver begins at its start. Give the cell --cpus, or skip in the"
+            " loop what was seen"
         )
     return Resumed(
         int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),

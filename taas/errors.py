@@ -89,7 +89,8 @@ class CellFailed(RunFailed):
         etype: name of the exception's class in the rank (``"SIGKILL"`` for a signal).
         traceback_lines: the rank's traceback, formatted as IPython formats it.
         others: how many other ranks failed after it, or in a collective that waited for it.
-        below_traceback: the message without the words in which the traceback ends; empty where it is needed whole.
+        below_traceback: the message without the words in which the traceback ends; empty where it
+            is needed whole.
     """
 
     rank: int = -1

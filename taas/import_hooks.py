@@ -18,9 +18,10 @@ from typing import Any
 
 # ---------------------------------------------------------------- what sys.modules has
 #
-# A lazy module imports itself when it is asked for an attribute, or raises there: one of ``importlib.util.LazyLoader`` for any,
-# one with a ``__getattr__`` (speechbrain's) for any that it does not have, ``__file__`` among them. Whoever only looks around
-# must not set that off. So modules that are found in ``sys.modules`` are asked by these functions, not by ``getattr``.
+# A lazy module imports itself when it is asked for an attribute, or raises there: one of
+# ``importlib.util.LazyLoader`` for any, one with a ``__getattr__`` (speechbrain's) for any that it
+# does not have, ``__file__`` among them. Whoever only looks around must not set that off. So
+# modules that are found in ``sys.modules`` are asked by these functions, not by ``getattr``.
 
 _Unexecuted: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 """The class of a module of ``LazyLoader`` until its first use."""
@@ -89,7 +90,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        # A change waits until the import, not the search: libraries look whether others are installed.
+        # A change waits until the import, not the search: libraries look whether others are
+        # installed.
         is_known = (
             fullname in self.known and target is None
         )  # a reload executes it anew in a notebook, too
@@ -150,7 +152,8 @@ def _begin() -> None:
 def imported_since(known: set[str]) -> list[str]:
     """Return the names of the modules that are not among the known ones, and add them to those.
 
-    Modules that are known are not looked at: in a forked rank each touched page is a copied one, 5 ms for all names.
+    Modules that are known are not looked at: in a forked rank each touched page is a copied one, 5
+    ms for all names.
     """
     count = max(0, len(sys.modules) - len(known))
     *new, before = itertools.islice(reversed(sys.modules), count + 1)
@@ -174,7 +177,9 @@ def may_be_of_project(name: str) -> bool:
 
 
 _noted: dict[str, tuple[object, int]] = {}
-"""By name, the spec that a module was loaded with, and when its file had been changed last, in nanoseconds."""
+"""By name, the spec that a module was loaded with, and when its file had been changed last, in
+nanoseconds.
+"""
 
 
 def note_files(_result: object = None) -> None:
@@ -191,7 +196,9 @@ def note_files(_result: object = None) -> None:
 
 AUTORELOAD = "IPython.extensions.autoreload"
 _times_of_autoreload: dict[str, float] = {}
-"""By name, when the file had been changed that ``%autoreload`` had looked at last, at the last note."""
+"""By name, when the file had been changed that ``%autoreload`` had looked at last, at the last
+note.
+"""
 
 
 def _reloaded_by_itself() -> set[str]:

@@ -42,7 +42,9 @@ from taas.wire.framing import Memory
 from taas.wire.ranks import Cell, Workspace
 
 _RANK_BUFFER = 256 << 20
-"""Bytes of elements that may be under way for a rank, where taas.toml does not say and memory is not short."""
+"""Bytes of elements that may be under way for a rank, where taas.toml does not say and memory is
+not short.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunR
     Raises:
         SyntaxError, CaptureError, EngineError: nothing was started.
         RunFailed: a rank failed, or a process of taas was killed.
-        KeyboardInterrupt: the cell was interrupted, and did not end well all the same; no rank is left.
+        KeyboardInterrupt: the cell was interrupted, and did not end well all the same; no rank is
+            left.
     """
     global _kept
     check_syntax(cell, shell, cell_number(shell))
@@ -147,7 +150,8 @@ def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder
     vcpus = catalog.find(DATA_VM).vcpus
     return DeliveryOrder(
         Memory(os.getpid(), captured.fd, captured.nbytes),
-        # reads that wait need more data workers than processors, which the data VMs of one machine share
+        # reads that wait need more data workers than processors, which the data VMs of one machine
+        # share
         min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // spec.data_vms)) if local else vcpus,
         catalog["delivery.encrypt"],
         catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, memory_left().free // 8),
@@ -204,8 +208,8 @@ def ordered(
 def cell_number(shell: Any) -> int:
     """Return the ``In[n]`` of the running cell.
 
-    The shell's own count is no answer: some releases of IPython raise it before a cell runs, some after, and
-    older ones twice for a cell whose header is wrong.
+    The shell's own count is no answer: some releases of IPython raise it before a cell runs, some
+    after, and older ones twice for a cell whose header is wrong.
     """
     running = shell.displayhook.exec_result
     return int((running and running.execution_count) or shell.execution_count)
@@ -224,8 +228,9 @@ def debug_rank(shell: Any) -> bool:
     first = None if _kept is None or _kept.record.name != error.run else _kept.record.first
     if _kept is None or first is None or first.outcome != "raised":
         say(
-            f"the ranks of {error.run} have ended, and with them the frames of its error. With --post-mortem in the header "
-            "the debugger opens at once; with --keep the ranks stay, and %debug opens it there"
+            f"the ranks of {error.run} have ended, and with them the frames of its error. With"
+            " --post-mortem in the header the debugger opens at once; with --keep the ranks stay,"
+            " and %debug opens it there"
         )
         return True
     spec = replace(_kept.record.cell.spec, name=None, units=None, data_vms=0, prebuffer=None)

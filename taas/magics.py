@@ -43,8 +43,8 @@ def headed_cell(lines: list[str]) -> list[str]:
     """Turn a cell with a header into a call of :meth:`TaasMagics.run_cell`; IPython's last cleanup step.
 
     Raises:
-        SyntaxError: the cell does not compile. IPython shows one that is raised here as that of any cell;
-            raised later, it would come below frames of IPython and taas.
+        SyntaxError: the cell does not compile. IPython shows one that is raised here as that of any
+            cell; raised later, it would come below frames of IPython and taas.
     """
     cell = "".join(lines)
     header = find_header(cell)
@@ -137,8 +137,8 @@ def activate(shell: Any) -> None:
     if headed_cell not in shell.input_transformers_cleanup:
         TaasMagics.command.__doc__ = help_text()
         TaasMagics.run_cell.__doc__ = (
-            "Run the cell in ranks: `%%taas --on g2.8 --gpus 16` above it, the same thing as the header lines\n"
-            f"`#!g2.8` and `#pragma taas --gpus 16`.\n\n{options_table()}"
+            "Run the cell in ranks: `%%taas --on g2.8 --gpus 16` above it, the same thing as the"
+            f" header lines\n`#!g2.8` and `#pragma taas --gpus 16`.\n\n{options_table()}"
         )
         shell.register_magics(TaasMagics)
         shell.input_transformers_cleanup.append(headed_cell)
@@ -178,8 +178,9 @@ def _tell_late_header(shell: Any) -> None:
     if sys.displayhook is shell.displayhook and find_header(cell) is not None:
         line = "%load_ext taas" if "load_ext" in cell else "import taas"
         sys.stderr.write(
-            f"taas: {line} came too late for the header of its own cell, which was a comment this time: taas is loaded now, so "
-            "run this cell again; and give it a cell of its own above\n"
+            f"taas: {line} came too late for the header of its own cell, which was a comment this"
+            " time: taas is loaded now, so run this cell again; and give it a cell of its own"
+            " above\n"
         )
 
 

@@ -1,9 +1,10 @@
 """How much memory there is and how much is left, for this machine and for the control groups that this process is in.
 
-The limit of a container is that of a control group (cgroups(7)), and the machine around it may have far more. What a group
-uses counts its page cache, too: who has read a data set of 4 GB in a pod of 4 GB would have nothing left. The system gives
-clean pages of files back as soon as somebody needs memory, so here they are free. Shared memory is no such page: it
-stays until its last user closes it.
+The limit of a container is that of a control group (cgroups(7)), and the machine around it may have
+far more. What a group uses counts its page cache, too: who has read a data set of 4 GB in a pod of
+4 GB would have nothing left. The system gives clean pages of files back as soon as somebody needs
+memory, so here they are free. Shared memory is no such page: it stays until its last user closes
+it.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def _left_in(version: _Version, folder: Path) -> Memory:
 def _groups() -> Iterator[tuple[_Version, Path]]:
     """Yield the folders of the control groups that this process is in, and of those around them.
 
-    A container often sees its own group as the root of the hierarchy, while the path that the system tells begins further
-    up. Such a path leads nowhere, and its end is the root, which is looked at in any case.
+    A container often sees its own group as the root of the hierarchy, while the path that the
+    system tells begins further up. Such a path leads nowhere, and its end is the root, which is
+    looked at in any case.
     """
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     for line in lines:

@@ -1,14 +1,17 @@
 """Which pages of this process's own memory were written to: the kernel knows, and nobody has to read them.
 
-A userfaultfd(2) of the asynchronous kind write-protects pages. The first write to one, by this process or by the system for
-it, takes the protection away; nobody is told, and nobody waits. A scan of the page map finds the pages that have it still,
-and only these count as unwritten: pages that were unmapped, given back, or mapped anew at the same address have none.
+A userfaultfd(2) of the asynchronous kind write-protects pages. The first write to one, by this
+process or by the system for it, takes the protection away; nobody is told, and nobody waits. A scan
+of the page map finds the pages that have it still, and only these count as unwritten: pages that
+were unmapped, given back, or mapped anew at the same address have none.
 
-Some memory changes without such a write, and is not watched: what is shared, what is of a file that others may write to, and
-what a device may write into (pinned memory). What a device is writing in the very moment in which a watch begins is not seen.
+Some memory changes without such a write, and is not watched: what is shared, what is of a file that
+others may write to, and what a device may write into (pinned memory). What a device is writing in
+the very moment in which a watch begins is not seen.
 
-Sources: docs.kernel.org/admin-guide/mm/userfaultfd.html, docs.kernel.org/admin-guide/mm/pagemap.html,
-userfaultfd(2), PAGEMAP_SCAN(2const). It takes Linux 6.7, on x86_64 or arm64.
+Sources: docs.kernel.org/admin-guide/mm/userfaultfd.html,
+docs.kernel.org/admin-guide/mm/pagemap.html, userfaultfd(2), PAGEMAP_SCAN(2const). It takes Linux
+6.7, on x86_64 or arm64.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ Span = tuple[int, int]
 
 _PAGE = mmap.PAGESIZE
 _MOST = 4096
-"""So many pieces are watched, the largest ones: every piece may take two of the 65530 mappings of a process."""
+"""So many pieces are watched, the largest ones: every piece may take two of the 65530 mappings of a
+process.
+"""
 
 _NR_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY = 1
@@ -49,8 +54,9 @@ _SCAN = struct.Struct("=12Q")
 class Watch:
     """Pages that are watched from now on; ``inner`` says which of each span (address, end), in whole pages.
 
-    What cannot be watched is left out, as are the pages at a span's edges, which it may share with something else. Private mappings of
-    ``sealed`` files, by memfd_create(2)'s name for them, are watched. ``before`` is closed: what both have costs little.
+    What cannot be watched is left out, as are the pages at a span's edges, which it may share with
+    something else. Private mappings of ``sealed`` files, by memfd_create(2)'s name for them, are
+    watched. ``before`` is closed: what both have costs little.
     """
 
     def __init__(

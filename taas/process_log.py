@@ -1,11 +1,12 @@
 """What taas's own processes do, step by step: a log file for each supervisor and each agent.
 
-The files lie in ``<jupyter runtime dir>/taas/logs``. ``%taas doctor --report RUN`` puts those of a run into a
-report that a user attaches to a bug report. So a line holds names of messages, states of runs, process ids,
-signals and exit statuses, and never values of the notebook, the text of a cell, or variables of the environment.
+The files lie in ``<jupyter runtime dir>/taas/logs``. ``%taas doctor --report RUN`` puts those of a
+run into a report that a user attaches to a bug report. So a line holds names of messages, states of
+runs, process ids, signals and exit statuses, and never values of the notebook, the text of a cell,
+or variables of the environment.
 
-Ranks and the kernel have no log file: their loggers belong to the user. What a rank says and how it ends is in
-the log of its agent.
+Ranks and the kernel have no log file: their loggers belong to the user. What a rank says and how it
+ends is in the log of its agent.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
 """The write rule: only rank 0 writes the project.
 
 Covered, in every rank but 0 and in all it starts (DataLoader workers, child processes, shells):
-  * every way to change files, directories or links beneath the project, by whatever route: links, ``..``,
-    /proc/self/fd, the working directory from before;
+  * every way to change files, directories or links beneath the project, by whatever route: links,
+    ``..``, /proc/self/fd, the working directory from before;
   * attempts to undo it: mounting, remounting, other processes' namespaces.
 Reads stay live: what rank 0 saves, every rank can load right away.
 
 Not covered:
-  * descriptors, hard links and mappings of project files from before the wall, other mounts of its directories: they are
-    the file itself;
-  * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such as mode and
-    times; no wall: everything that is not Python, and other programs);
+  * descriptors, hard links and mappings of project files from before the wall, other mounts of its
+    directories: they are the file itself;
+  * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such
+    as mode and times; no wall: everything that is not Python, and other programs);
   * what a rank asks somebody else to write: a daemon, another machine, rank 0.
 
 What happens to a write in such a rank (``--rank-writes``):
-  * ``discard``: Python-level writers go to the rank's scratch, which it reads back; at the end of the run ``storage/kept``
-    sorts that. What the diversion cannot see hits the wall, or does not find what was diverted; where that raises an error, the
-    cell explains it. (An overlay mount would give C code the rank's own files, too, and is none: a file that rank 0 replaces by
-    a rename stays the old one there, silently, until another one is mounted; between the two anybody may read it.)
+  * ``discard``: Python-level writers go to the rank's scratch, which it reads back; at the end of
+    the run ``storage/kept`` sorts that. What the diversion cannot see hits the wall, or does not
+    find what was diverted; where that raises an error, the cell explains it. (An overlay mount
+    would give C code the rank's own files, too, and is none: a file that rank 0 replaces by a
+    rename stays the old one there, silently, until another one is mounted; between the two anybody
+    may read it.)
   * ``deny``: it is ``StorageDenied``.
 """
 
@@ -100,18 +102,24 @@ def guard(
 ) -> Guard:
     """Put this rank behind the wall; the first thing a freshly forked rank does.
 
-    The process has one thread and has not yet opened the project; what it needs of other processes by ``/proc/<pid>/fd`` it has
-    opened. Rank 0 writes as ever; it completes checkpoints which all ranks write, and finds what others wrote into its saves.
+    The process has one thread and has not yet opened the project; what it needs of other processes
+    by ``/proc/<pid>/fd`` it has opened. Rank 0 writes as ever; it completes checkpoints which all
+    ranks write, and finds what others wrote into its saves.
 
     Args:
         project: the notebook's directory.
         rank: global rank.
-        scratch: its folder for diverted files, which is there (``scratch_of``); it may lie beneath the project.
+        scratch: its folder for diverted files, which is there (``scratch_of``); it may lie beneath
+            the project.
         mode: what becomes of writes to the project.
-        shared: directories where every rank may write, relative to the project or absolute; made if absent.
-        since_ns: when the run began, by the clock of the project's file system: what changed there since is rank 0's doing.
-        writable: absolute paths that taas itself needs to write in this rank: output files, sockets.
-        mechanisms: which walls to try, in order; where none of them stands, this raises StorageDenied.
+        shared: directories where every rank may write, relative to the project or absolute; made if
+            absent.
+        since_ns: when the run began, by the clock of the project's file system: what changed there
+            since is rank 0's doing.
+        writable: absolute paths that taas itself needs to write in this rank: output files,
+            sockets.
+        mechanisms: which walls to try, in order; where none of them stands, this raises
+            StorageDenied.
     """
     if rank == 0:
         others = saves.OtherRanksFiles(project, scratch.parent, since_ns)

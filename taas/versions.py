@@ -1,6 +1,7 @@
 """Versions of Python and libraries, compared before an agent starts on a VM, and before a rank unpickles names.
 
-It needs nothing but the standard library, so that it can be sent to a machine without taas, which then can say so.
+It needs nothing but the standard library, so that it can be sent to a machine without taas, which
+then can say so.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _imported_version(name: str) -> object:
 def differing_versions(there: dict[str, str], here: dict[str, str]) -> str:
     """Say what differs between a VM and the notebook's machine in a way that matters; empty if nothing does.
 
-    Python has to agree in its minor version, taas, torch and cloudpickle as they are, the others in their major one.
-    Builds of one release agree (``2.9.1+cu126`` and ``2.9.1``).
+    Python has to agree in its minor version, taas, torch and cloudpickle as they are, the others in
+    their major one. Builds of one release agree (``2.9.1+cu126`` and ``2.9.1``).
     """
     for name, ours in here.items():
         theirs, count = there.get(name, ""), _PARTS.get(name, 1)

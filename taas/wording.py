@@ -13,7 +13,9 @@ LONGEST = 1 << 18
 """Characters of one text. A message on the wire has a limit, and nobody reads more."""
 _MOST_LINES = 2000
 _COMMANDS = re.compile(r"(\x1b\[[0-9;:]*m)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-"""What a terminal takes for a command: a colour, or anything else (ECMA-48: C0 without tab and line ends, DEL, C1)."""
+"""What a terminal takes for a command: a colour, or anything else (ECMA-48: C0 without tab and line
+ends, DEL, C1).
+"""
 
 
 def shown(text: str, limit: int = 60) -> str:

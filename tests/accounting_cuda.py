@@ -20,7 +20,9 @@ from taas import _linux
 SECONDS = 120
 needs_it = pytest.mark.skipif(
     not (torch.version.cuda or "").startswith("13.") or shutil.which("cc") is None,
-    reason="needs a torch that is built for CUDA 13, whose runtime is stood in for, and a C compiler",
+    reason=(
+        "needs a torch that is built for CUDA 13, whose runtime is stood in for, and a C compiler"
+    ),
 )
 STICK = """
 import ctypes, threading
@@ -32,7 +34,9 @@ def in_a_thread(function):
     thread.join(60)
     return said
 """
-"""For programs: what is stuck, by ``account.account_stick(device, 1)``, and what a new thread returns within a minute."""
+"""For programs: what is stuck, by ``account.account_stick(device, 1)``, and what a new thread
+returns within a minute.
+"""
 
 
 class Call(NamedTuple):

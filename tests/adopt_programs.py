@@ -1,7 +1,8 @@
 """Programs written for ``nn.DataParallel``, run once over ranks and once against a reference in one process.
 
-Each takes ``parallel(module, dim=0)``, which wraps a module, and returns numbers. ``Reference`` computes what
-``nn.DataParallel`` on N GPUs computes, slice after slice: batch norm by slice, buffers of the first.
+Each takes ``parallel(module, dim=0)``, which wraps a module, and returns numbers. ``Reference``
+computes what ``nn.DataParallel`` on N GPUs computes, slice after slice: batch norm by slice,
+buffers of the first.
 """
 
 from __future__ import annotations

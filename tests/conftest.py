@@ -24,11 +24,13 @@ from ray_cluster import RayCluster, why_not
 
 from taas import _linux
 
-# a loaded machine is slow, not wrong; what is new is found by --hypothesis-profile=explore, not by whoever runs the suite
+# a loaded machine is slow, not wrong; what is new is found by --hypothesis-profile=explore, not by
+# whoever runs the suite
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("taas", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("taas")
-# From Python 3.14 on a DataLoader's workers come from a forkserver, which would outlive the test that uses one here.
+# From Python 3.14 on a DataLoader's workers come from a forkserver, which would outlive the test
+# that uses one here.
 multiprocessing.set_start_method("fork")
 _PR_SET_CHILD_SUBREAPER = 36
 _OF_A_RUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
@@ -68,8 +70,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rows",
         type=int,
         default=0,
-        help="so many rows of each table of slow tests, or as many as its mark says, three times as many of tables "
-        "whose rows run in a notebook or its ranks, and a quarter of a slow file's other tests; others each day",
+        help=(
+            "so many rows of each table of slow tests, or as many as its mark says, three times as"
+            " many of tables whose rows run in a notebook or its ranks, and a quarter of a slow"
+            " file's other tests; others each day"
+        ),
     )
     parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
 
@@ -214,7 +219,8 @@ def leaves_nothing(who: str) -> Iterator[None]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no process, no thread and no /dev/shm file.
 
-    What a notebook, a cluster or a Jupyter server shared by several tests holds is looked at when that is closed.
+    What a notebook, a cluster or a Jupyter server shared by several tests holds is looked at when
+    that is closed.
     """
     shared = not {"notebook", "stage", "cluster", "server"}.isdisjoint(request.fixturenames)
     threads = set(threading.enumerate())

@@ -43,7 +43,9 @@ from taas.delivery.transport import CoordinatorProcess
 from taas.wire.curve import make_short_folder
 
 PATIENCE = 150.0
-"""Seconds within which ranks end on the most loaded machine; below the suite's own limit for a test."""
+"""Seconds within which ranks end on the most loaded machine; below the suite's own limit for a
+test.
+"""
 
 
 def _let_go_of_inherited() -> None:

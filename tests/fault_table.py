@@ -1,10 +1,11 @@
 """Faults in processes of taas: the states in which they strike, whom, how, and what follows.
 
-A state is reached by a sign that the run itself gives: each rank writes its process id to a file when it is there, and
-stays there until a file says go on.
+A state is reached by a sign that the run itself gives: each rank writes its process id to a file
+when it is there, and stays there until a file says go on.
 
-What no signal from outside can bring about has tests of its own: a rank that leaves with status 255 (test_children),
-signals that are blocked or ignored where taas starts, and a folder that is deleted beneath it (both test_startup).
+What no signal from outside can bring about has tests of its own: a rank that leaves with status 255
+(test_children), signals that are blocked or ignored where taas starts, and a folder that is deleted
+beneath it (both test_startup).
 """
 
 from __future__ import annotations
@@ -55,15 +56,19 @@ CELLS = {
     "starting": "#pragma taas --gpus 2\ngot = held",
     "training": "#pragma taas --gpus 2\ngot = stay(place)",
     "ending": "#pragma taas --gpus 2\ngot = Kept(place)",
-    "delivering": "#pragma taas --gpus 2 --cpus 1\n"
-    "count = 0\n"
-    "for batch in slow:\n"
-    "    count += 1\n"
-    "    if count == 3: got = stay(place)",
+    "delivering": (
+        "#pragma taas --gpus 2 --cpus 1\n"
+        "count = 0\n"
+        "for batch in slow:\n"
+        "    count += 1\n"
+        "    if count == 3: got = stay(place)"
+    ),
     "idle": "#pragma taas --gpus 2\ngot = place",
     "kept": "#pragma taas --gpus 2 --keep\ngot = stay(place)",
 }
-"""What runs in each state. Only rank 0 packs its names; idle and kept are what comes after their cells."""
+"""What runs in each state. Only rank 0 packs its names; idle and kept are what comes after their
+cells.
+"""
 HELPERS = ("supervisor", "agent", "forkserver")
 DATA_HELPERS = ("coordinator", "planner", "pool", "worker", "data agent")
 
@@ -76,9 +81,10 @@ class Fault:
         state: what the run is at.
         who: whom it strikes.
         how: ``SIGKILL``, ``SIGSTOP``, or ``EMFILE``: it gets no descriptor any more.
-        then: ``interrupt`` (twice, if need be), ``release``, ``goes on`` (the cell is let go to its end, and another runs),
-            ``kernel killed``.
-        ends: how the cell ends: the error's name, or "" for well; several where that is a matter of who was quicker.
+        then: ``interrupt`` (twice, if need be), ``release``, ``goes on`` (the cell is let go to its
+            end, and another runs), ``kernel killed``.
+        ends: how the cell ends: the error's name, or "" for well; several where that is a matter of
+            who was quicker.
         says: a part of what is said about that.
     """
 

@@ -39,7 +39,8 @@ class Ran:
     """What a cell printed, displayed and raised, and its ``In[n]``.
 
     Attributes:
-        shown: standard output, displays and the last value in their order; standard error has none among them.
+        shown: standard output, displays and the last value in their order; standard error has none
+            among them.
     """
 
     status: str = ""
@@ -139,7 +140,8 @@ class Notebook:
         self.good(
             f"%taas release\n{_RENEW.format(state=self._as_started.strip(), folder=str(folder))}"
         )
-        # ``%reset`` takes ``__spec__`` away, which multiprocessing asks for where it does not fork (Python 3.14)
+        # ``%reset`` takes ``__spec__`` away, which multiprocessing asks for where it does not fork
+        # (Python 3.14)
         self.good("%reset -f\n__spec__ = None")
 
     def run(self, code: str, seconds: float = 120, *, store_history: bool = True) -> Ran:
@@ -161,7 +163,8 @@ class Notebook:
     def start(self, code: str, *, store_history: bool = True, keyboard: bool = False) -> None:
         """Execute a cell; with a keyboard, it may ask.
 
-        A kernel drops cells that reach it right after one with an error, which no person's second cell does.
+        A kernel drops cells that reach it right after one with an error, which no person's second
+        cell does.
         """
         self._ran, self._ended = Ran(), False
         self._pending = self._client.execute(

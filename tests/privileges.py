@@ -1,7 +1,7 @@
 """What this machine lets a test do beyond running programs, found by trying it once; who needs more is skipped.
 
-The one place that knows: a container without privileges, a chroot, an ordinary user and a machine that refuses user
-namespaces differ in nothing but these.
+The one place that knows: a container without privileges, a chroot, an ordinary user and a machine
+that refuses user namespaces differ in nothing but these.
 """
 
 from __future__ import annotations

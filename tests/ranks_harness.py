@@ -1,7 +1,7 @@
 """Real ranks for tests: forked from a warm server, with torchrun's environment and a store in the test.
 
-``run_ranks(function, world)`` does what the agent and the rank's entry do around a cell, and no more. The
-functions live at the top level of the test modules, and return something picklable.
+``run_ranks(function, world)`` does what the agent and the rank's entry do around a cell, and no
+more. The functions live at the top level of the test modules, and return something picklable.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def launch(
 ) -> list[Outcome]:
     """Run ranks on ``vms`` pretended VMs; returns how each ended. With another ``host`` they meet through a TCPStore.
 
-    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one begins. ``environ`` are variables
-    beside torchrun's; a rank sees a rehearsed device for each rank of its VM, or so many ``devices``.
+    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one
+    begins. ``environ`` are variables beside torchrun's; a rank sees a rehearsed device for each
+    rank of its VM, or so many ``devices``.
     """
     scratch = tempfile.mkdtemp(prefix="ranks-")
     store = RunStore(StoreAddress(host, secrets.token_bytes(32)), world, Path(scratch))

@@ -1,7 +1,7 @@
 """Ray's own autoscaler (v2) on this machine: a head, and nodes that come and go, each a real raylet (`FakeMultiNodeProvider`).
 
-`ray.cluster_utils.AutoscalingCluster` cannot be used: it reads an example.yaml that is not in the wheel, and ends every
-Ray of the machine at its start and end.
+`ray.cluster_utils.AutoscalingCluster` cannot be used: it reads an example.yaml that is not in the
+wheel, and ends every Ray of the machine at its start and end.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ class AutoscaledCluster:
         self._log = self.folder / "head.log"
         with self._log.open("w") as log:
             start = (
-                f"{Path(sys.executable).with_name('ray')} start --head --block --num-cpus=0 --node-ip-address=127.0.0.1 "
-                f"--port={port} --temp-dir={self.folder}/r --autoscaling-config={self.folder}/config.json "
-                f"--object-store-memory={_MEMORY} --ray-client-server-port={_free_port()} --include-dashboard=false "
-                "--dashboard-agent-listen-port=0"
+                f"{Path(sys.executable).with_name('ray')} start --head --block --num-cpus=0"
+                f" --node-ip-address=127.0.0.1 --port={port} --temp-dir={self.folder}/r"
+                f" --autoscaling-config={self.folder}/config.json --object-store-memory={_MEMORY}"
+                f" --ray-client-server-port={_free_port()} --include-dashboard=false"
+                " --dashboard-agent-listen-port=0"
             )
             self._head = subprocess.Popen(
                 start.split(),

@@ -1,12 +1,14 @@
 """Real Ray nodes on one machine, each with an address and files of its own: what VMs are to a cluster.
 
-A node is a network namespace with one interface (a veth pair into a bridge), a mount namespace with a
-``/tmp`` and a ``/dev/shm`` of its own, and a process namespace in which Ray runs. The head alone keeps this
-machine's ``/tmp``: the notebook's kernel runs beside it, and its project, which tests put there, is what
-no other node sees. Python and taas are read from the machine's disk, as if they were installed on every node.
+A node is a network namespace with one interface (a veth pair into a bridge), a mount namespace with
+a ``/tmp`` and a ``/dev/shm`` of its own, and a process namespace in which Ray runs. The head alone
+keeps this machine's ``/tmp``: the notebook's kernel runs beside it, and its project, which tests
+put there, is what no other node sees. Python and taas are read from the machine's disk, as if they
+were installed on every node.
 
-Nothing has a name on the machine itself: bridge and interfaces live in namespaces that are held by processes,
-and go with them. These processes read a pipe of this one, and end with it however it ends.
+Nothing has a name on the machine itself: bridge and interfaces live in namespaces that are held by
+processes, and go with them. These processes read a pipe of this one, and end with it however it
+ends.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ _PORT = 6379
 _OBJECT_STORE = 100 << 20
 _START_SECONDS, _TRIES = 150.0, 3
 _ROOT = Path(__file__).resolve().parent.parent
-# Ray runs under this process 1, which reaps what is orphaned, says when Ray is up, and ends at end-of-file.
+# Ray runs under this process 1, which reaps what is orphaned, says when Ray is up, and ends at
+# end-of-file.
 _INIT = 'exec 3<&0; "$@" </dev/null >&2 && echo up || echo failed; cat <&3 & wait'
-_HOLD = 'set -e; for place in "$@"; do mount -t tmpfs none "$place"; done; mkdir -p "$HOME"; echo up; exec cat'
+_HOLD = (
+    'set -e; for place in "$@"; do mount -t tmpfs none "$place"; done; mkdir -p "$HOME"; echo up;'
+    " exec cat"
+)
 
 
 def why_not() -> str:
@@ -258,7 +264,8 @@ class RayCluster:
                 self.nodes.append(Node(self, number, offer))
                 self._stack.callback(self.nodes[-1].close)
             for node in self.nodes:
-                node.restart()  # one after the other: Ray gives each 30 s, and together they take longer
+                # one after the other: Ray gives each 30 s, and together they take longer
+                node.restart()
             undo.pop_all()
         return self
 

@@ -1,4 +1,5 @@
 """Programs for one rehearsed rank that is cuda:0 of one. Each states, and asserts, what a GPU program relies on."""
+
 # ruff: noqa: N812 - F is what programs call it
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Programs for two rehearsed ranks. The first makes the process group that the others use."""
+
 # ruff: noqa: N812, N817 - F, DDP and FSDP are what programs call them
 
 from __future__ import annotations

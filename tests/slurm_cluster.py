@@ -1,8 +1,9 @@
 """A real Slurm on one machine: a login node and others, each with a host name, an address and process ids of its own.
 
-slurmctld runs on ``login``, where the notebook is, slurmd on ``node1`` and so on; munge for all of them. A node is a network,
-UTS, process and mount namespace, with a ``/dev/shm`` of its own; files are shared, as on a cluster's disk. Nothing of it has a
-name on this machine: namespaces, bridge and interfaces go with the processes that hold them, and these end with this one.
+slurmctld runs on ``login``, where the notebook is, slurmd on ``node1`` and so on; munge for all of
+them. A node is a network, UTS, process and mount namespace, with a ``/dev/shm`` of its own; files
+are shared, as on a cluster's disk. Nothing of it has a name on this machine: namespaces, bridge and
+interfaces go with the processes that hold them, and these end with this one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 DEBIAN = "slurmctld slurmd slurm-client munge iproute2"
-# Process 1 of a node reaps what is orphaned; it ends, and with it all others, at the end of its standard input.
+# Process 1 of a node reaps what is orphaned; it ends, and with it all others, at the end of its
+# standard input.
 _INIT = """exec 3<&0; set -e; hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount -t tmpfs none /dev/shm
 echo up; cat <&3 >/dev/null & wait"""
 _CONF = """
@@ -146,8 +148,8 @@ class SlurmCluster:
         nodes: ``login`` first.
 
     Args:
-        gpus: the GPUs that each node claims; those without any are in the partition ``cpu``, the others in ``gpu``. Jobs
-            of the partition ``urgent`` take nodes from others.
+        gpus: the GPUs that each node claims; those without any are in the partition ``cpu``, the
+            others in ``gpu``. Jobs of the partition ``urgent`` take nodes from others.
     """
 
     def __init__(self, gpus: Sequence[int]) -> None:
@@ -190,7 +192,8 @@ class SlurmCluster:
         for number, gpus in enumerate(self._gpus, 1):
             gres = f" Gres=gpu:a100:{gpus}" if gpus else ""
             lines.append(
-                f"NodeName=node{number} NodeAddr={_SUBNET}.{number + 1} CPUs=8 RealMemory=4000{gres}"
+                f"NodeName=node{number} NodeAddr={_SUBNET}.{number + 1} CPUs=8"
+                f" RealMemory=4000{gres}"
             )
             hosts.append(f"{_SUBNET}.{number + 1} node{number}")
         for name, wanted in (("gpu", True), ("cpu", False)):
@@ -216,7 +219,8 @@ class SlurmCluster:
                 self.write(f"dev/gpu{gpu}", "")
             if gpus:
                 claims.append(
-                    f"NodeName=node{number} Name=gpu Type=a100 File={self.folder}/dev/gpu[0-{gpus - 1}]"
+                    f"NodeName=node{number} Name=gpu Type=a100"
+                    f" File={self.folder}/dev/gpu[0-{gpus - 1}]"
                 )
         self.write("gres.conf", "\n".join(claims) + "\n")
 

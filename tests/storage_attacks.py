@@ -1,7 +1,8 @@
 """Every way we know to write a project from a rank that may not: the table, and the process that runs it.
 
-``python tests/storage_attacks.py MECHANISM MODE UID`` forks one process per attack, each on a project of its
-own, raises the wall in it, attacks, and prints one JSON object: attack -> [outcome, what changed in the project].
+``python tests/storage_attacks.py MECHANISM MODE UID`` forks one process per attack, each on a
+project of its own, raises the wall in it, attacks, and prints one JSON object: attack -> [outcome,
+what changed in the project].
 """
 
 # The point is to make each of these calls.
@@ -63,9 +64,11 @@ class Attack:
 
     Attributes:
         run: the attempt; returns when it was diverted, raises when it was denied.
-        discard: what becomes of it under ``--rank-writes discard``; under ``deny`` every attack is denied.
+        discard: what becomes of it under ``--rank-writes discard``; under ``deny`` every attack is
+            denied.
         passes: the mechanisms it gets past, as their documented limits say.
-        kernel: needs a wall of the kernel: it attacks the wall itself, or would harm this machine without.
+        kernel: needs a wall of the kernel: it attacks the wall itself, or would harm this machine
+            without.
     """
 
     name: str
@@ -104,7 +107,7 @@ def shell(scene, command):
         raise OSError(errno.EROFS, done.stderr)
 
 
-# opening --------------------------------------------------------------------------------------------
+# opening ------------------------------------------------------------------------------------------
 
 
 @attack()
@@ -125,7 +128,7 @@ def proc_fd_route(s):
     open(f"/proc/self/fd/{s.read_fd}", "w").close()
 
 
-# names ----------------------------------------------------------------------------------------------
+# names --------------------------------------------------------------------------------------------
 
 
 @attack()
@@ -152,7 +155,7 @@ def soft_link(s):
     os.symlink("file", s.project / "latest")
 
 
-# content and metadata -------------------------------------------------------------------------------
+# content and metadata -----------------------------------------------------------------------------
 
 
 @attack(discard="denied", passes={"diversion"})
@@ -170,7 +173,7 @@ def create_at_dirfd(s):
     os.close(os.open("made", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=s.dir_fd))
 
 
-# libraries ------------------------------------------------------------------------------------------
+# libraries ----------------------------------------------------------------------------------------
 
 
 @attack()
@@ -180,7 +183,7 @@ def torch_save(s):
     assert torch.load(s.project / "model.pt", mmap=True)["w"].sum() == 3
 
 
-# other processes ------------------------------------------------------------------------------------
+# other processes ----------------------------------------------------------------------------------
 
 
 @attack(discard="denied", passes={"diversion"})
@@ -209,7 +212,7 @@ def dataloader_worker(s):
     assert (s.project / "cache1").read_text() == "x", "the rank sees what its worker diverted"
 
 
-# C code ---------------------------------------------------------------------------------------------
+# C code -------------------------------------------------------------------------------------------
 
 
 @attack(discard="denied", passes={"diversion"})
@@ -251,7 +254,7 @@ def uring_open(path, flags):
     return result
 
 
-# the wall itself ------------------------------------------------------------------------------------
+# the wall itself ----------------------------------------------------------------------------------
 
 
 @attack(discard="denied", kernel=True)
@@ -290,7 +293,7 @@ def open_by_handle(s):
     check(libc.write(fd, b"x", 1))
 
 
-# running it -----------------------------------------------------------------------------------------
+# running it ---------------------------------------------------------------------------------------
 
 
 def make_scene(uid):
@@ -387,7 +390,8 @@ def run_one(chosen, mechanism, mode, uid):
 def main(mechanism, mode, uid):
     torch.set_num_threads(1)
     np.random.seed(0)  # imported lazily
-    # The user may not be able to read this Python's files: what these import is there before the fork.
+    # The user may not be able to read this Python's files: what these import is there before the
+    # fork.
     for warm in (torch_save, dataloader_worker):
         scene = make_scene(os.getuid())
         warm(scene)

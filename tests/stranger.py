@@ -1,6 +1,7 @@
 """Another user of the machine, as a process of his: he tries every socket and file of a run.
 
-The doors are told to him, since a user who may not look into others' processes would try those of all runs here.
+The doors are told to him, since a user who may not look into others' processes would try those of
+all runs here.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _plant(host: str, port: int, bomb: bytes) -> list[str]:
     return [f"{host}:{port}"]
 
 
-# ---------------------------------------------------------------- traps in TMPDIR, for who tidies up there
+# --------------------------------------------------------- traps in TMPDIR, for who tidies up there
 
 
 _DEPTH = 3000

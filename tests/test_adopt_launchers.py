@@ -124,7 +124,7 @@ def test_what_cannot_be_adopted_is_refused_by_name(program, words):
         assert words in outcome.text
 
 
-# ---------------------------------------------------------------- Lightning and accelerate, without a word about them in the program
+# ------------------------------- Lightning and accelerate, without a word about them in the program
 
 
 def _data():

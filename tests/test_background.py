@@ -61,7 +61,8 @@ def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names
         first.good(
             "#pragma taas --gpus 2 --background --name night"
             + GATED.format(gate="go")
-            + "losses.append(lr)\nmodel.layer.weight.data.fill_(7.0)\nbest = model\nprint('trained')"
+            + "losses.append(lr)\nmodel.layer.weight.data.fill_(7.0)\nbest ="
+            " model\nprint('trained')"
         )
         first.start("%taas attach night")
         first.wait_for("ready")
@@ -91,7 +92,8 @@ def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names
 def test_the_cell_returns_a_handle_and_attach_changes_objects_in_place(notebook: Notebook) -> None:
     """The cell is over while the ranks go on; attach shows the output from the beginning and brings the names."""
     notebook.good(
-        "history = ['before']\nalias = history\nimport torch\nweights = torch.zeros(3)\nview = weights[:1]"
+        "history = ['before']\nalias = history\nimport torch\nweights = torch.zeros(3)\nview ="
+        " weights[:1]"
     )
     ran = notebook.good(
         "#pragma taas --gpus 2 --background --name train"
@@ -242,8 +244,8 @@ def heard(notebook: Notebook, text: str, seconds: float = 120) -> dict[str, Any]
 def test_a_background_run_notifies(notebook: Notebook) -> None:
     """The browser is asked at the start, and told at the end, once, though the run is attached afterwards; not hours later."""
     notebook.start(
-        "#pragma taas --gpus 1 --background --notify --name told\nimport time\nfrom pathlib import Path\n"
-        "while not Path('go-on').exists(): time.sleep(0.02)\nraise ValueError('at night')"
+        "#pragma taas --gpus 1 --background --notify --name told\nimport time\nfrom pathlib import"
+        " Path\nwhile not Path('go-on').exists(): time.sleep(0.02)\nraise ValueError('at night')"
     )
     assert "new Notification(" not in heard(notebook, "requestPermission")["text/html"]
     notebook.end()
@@ -347,7 +349,8 @@ def test_what_a_run_was_given_is_let_go_when_nobody_attaches_it(tmp_path: Path) 
         assert book.value("alive()") == "[True, True, True]"
         # at the very time at which the first has been over for an hour, and the others have not
         book.good(
-            "ended = min(pending.read_record(p.record.folder).ended for p in pending._pending.values())"
+            "ended = min(pending.read_record(p.record.folder).ended for p in"
+            " pending._pending.values())"
         )
         book.good("pending.let_go_of_old(now=ended + pending._SECONDS)")
         assert book.value("alive()") == "[False, True, True]"

@@ -317,7 +317,8 @@ def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     page.get_by_role("button", name="Interrupt the kernel").first.click()
     person.sees("KeyboardInterrupt")
     person.sees("first interrupted")
-    person.waits_for_the_kernel()  # what is entered before a cell has ended with an error is not run
+    # what is entered before a cell has ended with an error is not run
+    person.waits_for_the_kernel()
     person.enter(TRAINING.format(name="night", options=" --background", epochs=8))
     person.sees("%taas attach night brings its output and its names")
     person.enter("%taas status")
@@ -362,10 +363,10 @@ def test_a_curve_and_a_bar(room: Room) -> None:
         "%load_ext taas\nfrom IPython.display import clear_output\nfrom tqdm.notebook import tqdm"
     )
     person.enter(
-        "#pragma taas --gpus 2 --name curve\nfrom pathlib import Path\nimport time, matplotlib.pyplot as plt\n"
-        "losses = []\nfor step in range(5):\n    losses.append(1 / (step + 1))\n    clear_output(wait=True)\n"
-        "    plt.plot(losses); plt.show(); print('step', step)\nprint('waits')\n"
-        "while not Path('go').exists(): time.sleep(0.05)"
+        "#pragma taas --gpus 2 --name curve\nfrom pathlib import Path\nimport time,"
+        " matplotlib.pyplot as plt\nlosses = []\nfor step in range(5):\n    losses.append(1 / (step"
+        " + 1))\n    clear_output(wait=True)\n    plt.plot(losses); plt.show(); print('step',"
+        " step)\nprint('waits')\nwhile not Path('go').exists(): time.sleep(0.05)"
     )
     person.sees("waits")
     shown = person.cell("waits").locator(".jp-OutputArea-output")
@@ -375,7 +376,8 @@ def test_a_curve_and_a_bar(room: Room) -> None:
     (room.project / "go").touch()
     person.sees("curve done")
     person.enter(
-        "#pragma taas --gpus 2 --name bar\nfor step in tqdm(range(40), desc='train'): time.sleep(0.01)"
+        "#pragma taas --gpus 2 --name bar\nfor step in tqdm(range(40), desc='train'):"
+        " time.sleep(0.01)"
     )
     person.sees("bar done")
     bar = person.cell("bar done").locator(".widget-hbox")
@@ -392,8 +394,9 @@ def test_a_notebook_that_is_opened_again(room: Room) -> None:
     person = room.opens("again")
     person.enter("%load_ext taas\nfrom tqdm.notebook import tqdm")
     person.enter(
-        "#pragma taas --gpus 2 --name long\nimport time\nfrom pathlib import Path\nprint('begun')\n"
-        "while not Path('on').exists(): time.sleep(0.05)\nfor step in tqdm(range(3)): pass\nprint('the rest')"
+        "#pragma taas --gpus 2 --name long\nimport time\nfrom pathlib import"
+        " Path\nprint('begun')\nwhile not Path('on').exists(): time.sleep(0.05)\nfor step in"
+        " tqdm(range(3)): pass\nprint('the rest')"
     )
     person.sees("begun")
     person.sees("long running")
@@ -422,9 +425,10 @@ def test_a_notification_of_the_end(room: Room) -> None:
     """The page is asked for it as the cell begins, and shows it when the run is over, with why it ended so."""
     person = room.opens("notified")
     person.page.evaluate(
-        "() => { window.told = []; window.Notification = class { static permission = 'default';"
-        "constructor(...said) { window.told.push(said) } static requestPermission() { window.told.push('asked');"
-        "this.permission = 'granted'; return Promise.resolve('granted') } } }"
+        "() => { window.told = []; window.Notification = class { static permission ="
+        " 'default';constructor(...said) { window.told.push(said) } static requestPermission() {"
+        " window.told.push('asked');this.permission = 'granted'; return Promise.resolve('granted')"
+        " } } }"
     )
     person.enter("%load_ext taas")
     person.enter("#pragma taas --gpus 1 --notify --name told\nraise ValueError('</script>')")
@@ -439,9 +443,9 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     person = room.opens("debugger")
     person.enter("%load_ext taas")
     person.enter(
-        "#pragma taas --gpus 4 --name looked\nimport os, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\nx = torch.ones(1)\nif dist.get_rank() == 3:\n    breakpoint()\n"
-        "    x += 1\ndist.all_reduce(x)\nprint('sum', x.item())"
+        "#pragma taas --gpus 4 --name looked\nimport os, torch, torch.distributed as"
+        " dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\nif dist.get_rank() == 3:\n   "
+        " breakpoint()\n    x += 1\ndist.all_reduce(x)\nprint('sum', x.item())"
     )
     sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_have_text(
         "[rank 3] (Pdb) ", timeout=_PATIENCE
@@ -457,7 +461,8 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     person.sees("looked done")
     person.photograph("done")
     person.enter(
-        "#pragma taas --gpus 2 --keep --name broken\nif int(os.environ['RANK']) == 1:\n    half = 0.5\n    1 / 0"
+        "#pragma taas --gpus 2 --keep --name broken\nif int(os.environ['RANK']) == 1:\n    half ="
+        " 0.5\n    1 / 0"
     )
     person.sees("broken failed")
     person.waits_for_the_kernel()

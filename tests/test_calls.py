@@ -39,8 +39,9 @@ def defined(notebook: Notebook) -> None:
 def test_a_call_returns_rank_0s_value_and_changes_the_notebooks_objects(notebook: Notebook) -> None:
     """The value is of the notebook's class, aliases hold, and no name of ours is left."""
     notebook.good("w = net.weight\nr = taas.run(train, net, lr=2.0, gpus=2)")
-    assert notebook.value("type(r) is Result, r.rank, w.item(), w is net.weight, seen") == (
-        "True 0 2.0 True [2.0]"
+    assert (
+        notebook.value("type(r) is Result, r.rank, w.item(), w is net.weight, seen")
+        == "True 0 2.0 True [2.0]"
     )
     assert notebook.value("[name for name in globals() if 'train' in name]") == "['train']"
 
@@ -114,9 +115,10 @@ def test_a_submitted_run_is_a_future(notebook: Notebook) -> None:
         "h = taas.submit(talk, 3.0, gpus=2, name='talk')\n"
         "r = h.result(120)"
     )
-    assert notebook.value(
-        "type(r) is Result, r.lr, seen, net.weight.item(), h.done(), h.exception()"
-    ) == ("True 3.0 [] 7.0 True None")
+    assert (
+        notebook.value("type(r) is Result, r.lr, seen, net.weight.item(), h.done(), h.exception()")
+        == "True 3.0 [] 7.0 True None"
+    )
     assert notebook.value("repr(h.logs()), repr(h.logs(rank=1))") == r"'I am 0\n' 'I am 1\n'"
     assert ".result() of this handle is what it returned" in notebook.good("print(h)").stdout
 
@@ -140,7 +142,10 @@ def test_runs_wait_for_processors_in_their_order(notebook: Notebook, tmp_path: P
     assert notebook.value("runs[1].done()") == "False"
     (tmp_path / "gate").touch()
     assert notebook.value("[runs[n].result(120) for n in (0, 1, 3)]") == "[0, 1, 3]"
-    ends = "[json.loads((r.folder / 'record.json').read_text())['ended'] for r in (runs[0], runs[1], runs[3])]"
+    ends = (
+        "[json.loads((r.folder / 'record.json').read_text())['ended'] for r in (runs[0], runs[1],"
+        " runs[3])]"
+    )
     assert notebook.value(f"(ends := {ends}.copy()) == sorted(ends)") == "True"
 
 

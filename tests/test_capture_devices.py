@@ -58,7 +58,9 @@ torch.manual_seed(3)
 """
 
 ROWS = {
-    "new tensors of a gpu come to host memory": (  # The notebook's GPU is where the next rank computes: only what the notebook has there takes room there.
+    # The notebook's GPU is where the next rank computes: only what the notebook has there takes
+    # room there.
+    "new tensors of a gpu come to host memory": (
         MEMORY
         + """captured, answer = cell("import torch; old = torch.zeros(1)", '''
 made = torch.arange(4.); view = made[1:]; old += 1; net = torch.nn.Linear(2, 1); optimizer = torch.optim.Adam(net.parameters())
@@ -74,7 +76,9 @@ print({t.device.type for t in (notebook["net"].weight, notebook["net"].weight.gr
 """,
         ['[] [0.0, 1.0, 2.0, 3.0] cpu 1.0', '4', "{'cpu'}"],
     ),
-    "memory of several gpus stays apart in the process that has them all": (  # Each tensor lands on the device of its number, where the rank has that; in one of several ranks, on its own.
+    # Each tensor lands on the device of its number, where the rank has that; in one of several
+    # ranks, on its own.
+    "memory of several gpus stays apart in the process that has them all": (
         MEMORY
         + """exec("a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)", {"torch": torch}, notebook)
 numbers = {notebook[name].untyped_storage().data_ptr(): f"cuda:{number}" for number, name in enumerate("abc")}
@@ -96,7 +100,9 @@ for device in ("cuda", "cuda:1"):
 """,
         ["['cuda:0', 'cuda:1', 'cuda:0']", "['cuda:1', 'cuda:1', 'cuda:1']"],
     ),
-    "a rank with several gpus has them all seeded": (  # The notebook seeded CUDA and has not used it: each of the rank's devices draws as it would there.
+    # The notebook seeded CUDA and has not used it: each of the rank's devices draws as it would
+    # there.
+    "a rank with several gpus has them all seeded": (
         GENERATORS
         + """state = of_notebook()
 torch.cuda._lazy_seed_tracker.__init__()  # a rank's torch has no seed of the notebook
@@ -107,7 +113,8 @@ print(draw(0) == expected, draw(1) == expected)
 """,
         ['True True'],
     ),
-    "the next run goes on where the last one stopped": (  # CUDA's state that came back into a notebook without a context travels on with the next run.
+    # CUDA's state that came back into a notebook without a context travels on with the next run.
+    "the next run goes on where the last one stopped": (
         GENERATORS
         + """came = bytes(torch.Generator().manual_seed(8).get_state().numpy())
 print("cuda" in states())
@@ -118,7 +125,8 @@ print(draw(0) == torch.rand(1, generator=torch.Generator().manual_seed(8)).item(
 """,
         ['False', 'True', 'True'],
     ),
-    "state made on the cpu follows parameters on the gpu": (  # A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is beside it there.
+    # A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is beside it there.
+    "state made on the cpu follows parameters on the gpu": (
         """import types
 from pathlib import Path
 import torch
@@ -141,7 +149,8 @@ print(applied.lost, {s["exp_avg"].device.type for s in notebook["opt"].state.val
 """,
         ["[] {'meta'} 2"],
     ),
-    "state follows its parameters at the first step": (  # Parameters moved after the optimizer arrived: its momentum is beside them when it is stepped.
+    # Parameters moved after the optimizer arrived: its momentum is beside them when it is stepped.
+    "state follows its parameters at the first step": (
         """import torch
 from taas.capture.libraries import join_devices_at_first_step, library_reader
 

@@ -123,8 +123,9 @@ def test_an_object_of_which_a_part_is_refused_stays_whole_as_it_was(rounds: Any)
     """Its containers, its other parts and its memory, too; what holds it, and what lies beside it, comes."""
     one = rounds(OWNER, "t, table, others, alone, threading")
     applied = one.run(
-        "t.items.append(2); t.inner.n = 2; t.inner.lock = threading.Lock(); t.weight.add_(1); t.buffers['b'] = 1\n"
-        "t.new = 5; table['n'] = 2; others.append(2); alone.add_(3); both = [t, others]"
+        "t.items.append(2); t.inner.n = 2; t.inner.lock = threading.Lock(); t.weight.add_(1);"
+        " t.buffers['b'] = 1\nt.new = 5; table['n'] = 2; others.append(2); alone.add_(3); both ="
+        " [t, others]"
     )
     t = one.notebook["t"]
     assert (t.items, vars(t.inner), t.weight.tolist(), [*t.buffers]) == (
@@ -171,7 +172,10 @@ b
 
 def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) -> None:
     """What does not hold it comes, also what stands behind it, shares with it, or was there before."""
-    earlier = "import functools, os, torch, numpy as np\nhome = os.getpid(); w = torch.zeros(3); log = [1]; known = []"
+    earlier = (
+        "import functools, os, torch, numpy as np\nhome = os.getpid(); w = torch.zeros(3); log ="
+        " [1]; known = []"
+    )
     probe = (
         "[log, w.tolist(), known, after[0] is shared, after[1] is new, new.tolist(), "
         "sorted({*'abcdefghijk', 'Table'} & {*globals()})]"

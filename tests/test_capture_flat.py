@@ -42,7 +42,10 @@ def test_other_modules_are_not_asked_for_a_method_that_is_built_in(
     monkeypatch.setitem(sys.modules, "asked_for_names", _Asked())
     monkeypatch.setattr(_Asked, "times", 0)
     namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
-    setup = f"import threading\nobjects = []\nclass C: pass\nfor n in range(300):\n    {made}; objects.append(box)"
+    setup = (
+        f"import threading\nobjects = []\nclass C: pass\nfor n in range(300):\n    {made};"
+        " objects.append(box)"
+    )
     exec(setup, namespace)
     heap = Heap(Reader(namespace), [namespace])
     heap.enter(namespace["objects"])

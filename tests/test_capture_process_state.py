@@ -115,7 +115,7 @@ def test_a_default_device_is_each_ranks_own(tmp_path: Path) -> None:
     assert ran.stdout.splitlines() == ["cuda cuda:1", "cpu cpu cpu", "cuda:1 cuda", "meta"]
 
 
-# ---------------------------------------------------------------- variables in which a process speaks of itself
+# ---------------------------------------------------- variables in which a process speaks of itself
 
 SERVED = """
 import os, socket, tempfile
@@ -155,7 +155,10 @@ def test_what_names_a_rank_stays_with_it(tmp_path: Path) -> None:
     sets = "\n".join(
         f"os.environ[{name!r}] = {value}" for name, value in {**OF_A_RANK, **OF_THE_USER}.items()
     )
-    cell = f"import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nthere = serve('there').detach()\n{sets}\ndel child"
+    cell = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nthere ="
+        f" serve('there').detach()\n{sets}\ndel child"
+    )
     names = [*OF_A_RANK, *OF_THE_USER]
     program = row("of a rank", (SERVED,), cell, f"[name for name in {names} if name in os.environ]")
     played = play(program, tmp_path, plain=False)
@@ -187,7 +190,10 @@ DRAWS = {
     "seeds": "import random, torch\nrandom.seed(5)\ntorch.manual_seed(5)\n",
 }
 FILES = tuple((f"{name}.py", text) for name, text in DRAWS.items())
-NUMBERS = "import random, numpy, torch\nnumbers = random.random(), numpy.random.rand(), torch.rand(1).item()"
+NUMBERS = (
+    "import random, numpy, torch\nnumbers = random.random(), numpy.random.rand(),"
+    " torch.rand(1).item()"
+)
 SEED = "import random, numpy, torch\nrandom.seed(1); numpy.random.seed(1); torch.manual_seed(1)"
 DRAWN = [
     ("a library", (f"import rich.console\n{SEED}",), f"import rich.console\n{NUMBERS}", ""),
@@ -217,7 +223,7 @@ def test_what_an_earlier_cells_ranks_imported_draws_nothing(tmp_path: Path) -> N
     assert not different, "\n".join(different)
 
 
-# ---------------------------------------------------------------- modules that the notebook reloads by itself
+# ------------------------------------------------------ modules that the notebook reloads by itself
 
 
 def _edits(text: str) -> str:

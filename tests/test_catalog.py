@@ -41,7 +41,8 @@ def test_types_of_ones_own(tmp_path: Path) -> None:
     assert load_catalog() == Catalog()
     catalog = config(
         tmp_path,
-        '[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\nvms = [1, 3]\n[instances."g2.8"]\nvcpus=9\n',
+        '[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\nvms = [1,'
+        ' 3]\n[instances."g2.8"]\nvcpus=9\n',
     )
     assert catalog.find("x1.2") == InstanceType(
         name="x1.2", vcpus=16, gpus=2, gpu_model="L40S", vms=(1, 3)
@@ -55,8 +56,10 @@ def test_project_wins_over_user_key_by_key(tmp_path: Path) -> None:
     catalog = config(
         tmp_path,
         project='[run]\nmax_restarts = 1\n[delivery]\nbuffer = "1.5 GB"\n',
-        user='[run]\nmax_restarts = 2\nhang_timeout = 20\n[engine]\ndefault = "ray"\naddress = "head:6379"\n'
-        '[delivery]\nbuffer = "2GiB"\nencrypt = false\n',
+        user=(
+            '[run]\nmax_restarts = 2\nhang_timeout = 20\n[engine]\ndefault = "ray"\naddress ='
+            ' "head:6379"\n[delivery]\nbuffer = "2GiB"\nencrypt = false\n'
+        ),
     )
     assert (catalog.settings["run.max_restarts"], catalog.settings["run.hang_timeout"]) == (1, 20.0)
     assert (catalog["engine.default"], catalog["engine.address"]) == ("ray", "head:6379")

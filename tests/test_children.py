@@ -77,9 +77,13 @@ def nothing_is_left(book: Notebook) -> Iterator[None]:
 def same_model(book: Notebook, path: str) -> bool:
     """Whether a saved model is the one that two ranks train, in which ``mp.spawn`` is adopted."""
     book.good(
-        "#!g2.2\n#pragma taas --gpus 2\nmp.spawn(train, args=(2, free_port(), 'ranks.pt'), nprocs=2)"
+        "#!g2.2\n#pragma taas --gpus 2\nmp.spawn(train, args=(2, free_port(), 'ranks.pt'),"
+        " nprocs=2)"
     )
-    compared = f"all(torch.equal(a, b) for a, b in zip(torch.load('{path}').values(), torch.load('ranks.pt').values()))"
+    compared = (
+        f"all(torch.equal(a, b) for a, b in zip(torch.load('{path}').values(),"
+        " torch.load('ranks.pt').values()))"
+    )
     return book.value(compared) == "True"
 
 
@@ -158,9 +162,9 @@ def test_shared_memory_of_torchs_file_system_strategy_goes_with_its_rank(
     body, error = ENDS[how]
     book.good(SHARING)
     ran = book.run(
-        "#pragma taas --gpus 2\nrank = int(os.environ['RANK'])\n"
-        f"kept = share({str(tmp_path)!r})\n"
-        f"managers = json.loads(Path({str(tmp_path)!r}, str(rank)).read_text())[0]\n{body}\ndel kept"
+        "#pragma taas --gpus 2\nrank = int(os.environ['RANK'])\nkept ="
+        f" share({str(tmp_path)!r})\nmanagers = json.loads(Path({str(tmp_path)!r},"
+        f" str(rank)).read_text())[0]\n{body}\ndel kept"
     )
     assert ran.ename == error, ran
     assert how != "leaves" or "rank 1 left with status 255 before the cell ended" in ran.evalue, ran

@@ -14,8 +14,11 @@ pytestmark = pytest.mark.slow
 CELLS = (
     "%load_ext taas\nimport os, torch",
     "count = 2",
-    "#pragma taas --gpus 2\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
-    "total = torch.full((1,), count)\ndist.all_reduce(total)\nprint('ranks', dist.get_world_size())\ntotal",
+    (
+        "#pragma taas --gpus 2\nimport torch.distributed as"
+        " dist\ndist.init_process_group('gloo')\ntotal = torch.full((1,),"
+        " count)\ndist.all_reduce(total)\nprint('ranks', dist.get_world_size())\ntotal"
+    ),
     "print('total', total.item())",
 )
 
@@ -97,8 +100,8 @@ def test_ipython_in_a_terminal(tmp_path: Path) -> None:
 def test_a_script(tmp_path: Path) -> None:
     """`taas run`: with options, or its own header; only rank 0 writes, and an error is the status 1 with its lines."""
     (tmp_path / "train.py").write_text(
-        '"""Train."""\nimport os, sys\nprint(sys.argv, os.environ["WORLD_SIZE"])\n'
-        'open("who.txt", "w").write(os.environ["RANK"])\nassert "x" not in os.environ, "asked to fail"\n'
+        '"""Train."""\nimport os, sys\nprint(sys.argv, os.environ["WORLD_SIZE"])\nopen("who.txt",'
+        ' "w").write(os.environ["RANK"])\nassert "x" not in os.environ, "asked to fail"\n'
     )
     assert "['<cell>'] 2\n" in _run(
         "-m", "taas.cli", "run", "train.py", "--gpus", "2", folder=tmp_path

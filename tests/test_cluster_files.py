@@ -30,7 +30,9 @@ _FIELDS = {
     "headGroupSpec": _OF_GROUP,
     "workerGroupSpecs": {"groupName", "replicas", "minReplicas", "maxReplicas", *_OF_GROUP},
 }
-"""Those of `ray.io/v1`, as far as the file has them: docs.ray.io/en/latest/cluster/kubernetes/references/api.html (KubeRay 1.6)."""
+"""Those of `ray.io/v1`, as far as the file has them:
+docs.ray.io/en/latest/cluster/kubernetes/references/api.html (KubeRay 1.6).
+"""
 
 
 def _load(name: str) -> dict[str, Any]:

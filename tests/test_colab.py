@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(
 def test_names_travel_and_come_back(notebook: Notebook) -> None:
     notebook.good("import torch\nnet = torch.nn.Linear(2, 1)\ndef double(x):\n    return 2 * x")
     ran = notebook.good(
-        "#pragma taas --gpus 2\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
-        "total = double(torch.ones(3, device='cuda'))\ndist.all_reduce(total)\nnet.trained = True\nprint(total)\ntotal.sum()"
+        "#pragma taas --gpus 2\nimport torch.distributed as"
+        " dist\ndist.init_process_group('nccl')\ntotal = double(torch.ones(3,"
+        " device='cuda'))\ndist.all_reduce(total)\nnet.trained = True\nprint(total)\ntotal.sum()"
     )
     assert "tensor([4., 4., 4.])" in ran.stdout
     assert ran.result is not None and ran.result["text/plain"] == "tensor(12.)"

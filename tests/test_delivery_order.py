@@ -352,7 +352,8 @@ def test_augmentation_does_not_depend_on_the_workers() -> None:
     assert len({str(e) for e in runs[0]}) == len(runs[0])
 
 
-# ── headroom: whatever is open, unasked for or too large, nobody waits for what will never come ──────
+# ── headroom: whatever is open, unasked for or too large, nobody waits for what will never come
+# ──────
 
 
 class Numbers(Dataset):
@@ -413,7 +414,8 @@ def first_of(loader: Any, count: int) -> Any:
     return (batch for _, batch in zip(range(count), loader, strict=False))
 
 
-# ── a run that is started again goes on where its ranks were ─────────────────────────────────────────
+# ── a run that is started again goes on where its ranks were
+# ─────────────────────────────────────────
 
 _left_behind: list[Any] = []
 
@@ -506,7 +508,8 @@ def test_a_checkpoint_may_say_where_to_go_on() -> None:
     assert "Call taas.resume() in every rank, with the same places" in told
 
 
-# ── the end of a run whose ranks are done ────────────────────────────────────────────────────────────
+# ── the end of a run whose ranks are done
+# ────────────────────────────────────────────────────────────
 
 
 class Late(Sampler[int]):

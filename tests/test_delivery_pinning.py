@@ -10,7 +10,8 @@ from accounting_cuda import Call, accounts_of, contexts, needs_it
 
 pytestmark = [needs_it, pytest.mark.slow]
 
-# the elements: a number, of another size each; what pinning copies, and an array, which it leaves alone
+# the elements: a number, of another size each; what pinning copies, and an array, which it leaves
+# alone
 BEGIN = """
 import sys, threading, time
 sys.path.insert(0, {tests!r})
@@ -40,7 +41,8 @@ def begin():
     own_gpu.install("1")
 """
 PROGRAMS = {
-    "all": """
+    "all": (
+        """
 def body(rank, loaders):
     begin()
     got, before = [], None
@@ -57,8 +59,10 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=32 << 20) as run:
     [(got, main)] = run.ranks(body)
 print((got, main))
-""",
-    "a small slab": """
+"""
+    ),
+    "a small slab": (
+        """
 def body(rank, loaders):
     begin()
     got, kept = [], []
@@ -70,8 +74,10 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=128 << 10) as run:
     [got] = run.ranks(body)
 print(got)
-""",
-    "a loop that is left": """
+"""
+    ),
+    "a loop that is left": (
+        """
 def body(rank, loaders):
     begin()
     got = []
@@ -88,8 +94,10 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=32 << 20) as run:
     [got] = run.ranks(body)
 print(got)
-""",
-    "one that fails": """
+"""
+    ),
+    "one that fails": (
+        """
 FAILS = 4
 def body(rank, loaders):
     begin()
@@ -105,7 +113,8 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=32 << 20) as run:
     [got] = run.ranks(body)
 print(got)
-""",
+"""
+    ),
 }
 Accounts = dict[str, tuple[list[str], list[Call]]]
 

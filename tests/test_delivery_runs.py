@@ -52,16 +52,16 @@ def test_each_rank_gets_its_share_in_the_notebooks_order(registered: Notebook) -
 def test_an_iterable_dataset_with_workers_of_its_own(registered: Notebook) -> None:
     """One data worker iterates it, with as many processes as it has in the notebook, and leaves none."""
     registered.good(
-        "import os\nfrom torch.utils.data import IterableDataset, get_worker_info\n"
-        "class Shards(IterableDataset):\n"
-        "    def __iter__(self):\n"
-        "        info = get_worker_info()\n"
-        "        for number in range(info.id, 24, info.num_workers): yield torch.tensor([number, os.getpid()])\n"
-        "shards = DataLoader(Shards(), batch_size=2, num_workers=2); taas.register(shards);"
+        "import os\nfrom torch.utils.data import IterableDataset, get_worker_info\nclass"
+        " Shards(IterableDataset):\n    def __iter__(self):\n        info = get_worker_info()\n    "
+        "    for number in range(info.id, 24, info.num_workers): yield torch.tensor([number,"
+        " os.getpid()])\nshards = DataLoader(Shards(), batch_size=2, num_workers=2);"
+        " taas.register(shards);"
     )
     registered.good(HEAD + "\nseen = [batch.tolist() for _ in range(2) for batch in shards]")
     registered.good(
-        "expected = [batch.tolist() for batch in shards][::2]; firsts = lambda pairs: [x for x, _ in pairs]"
+        "expected = [batch.tolist() for batch in shards][::2]; firsts = lambda pairs: [x for x, _"
+        " in pairs]"
     )
     assert registered.value("list(map(firsts, seen)) == 2 * list(map(firsts, expected))") == "True"
     makers = eval(registered.value("{pid for batch in seen for _, pid in batch}"))
@@ -71,11 +71,12 @@ def test_an_iterable_dataset_with_workers_of_its_own(registered: Notebook) -> No
 def test_a_loader_in_other_objects(notebook: Notebook) -> None:
     """It is the same loader, there and afterwards; and nothing is said of one that stays in the notebook."""
     notebook.good(
-        "import taas, torch\nfrom torch.utils.data import DataLoader\n"
-        "numbers = DataLoader(torch.arange(4), batch_size=2)\ntaas.register(numbers); held = {'l': numbers}"
+        "import taas, torch\nfrom torch.utils.data import DataLoader\nnumbers ="
+        " DataLoader(torch.arange(4), batch_size=2)\ntaas.register(numbers); held = {'l': numbers}"
     )
     ran = notebook.good(
-        "#pragma taas --gpus 2 --cpus 1\nseen = [int(b[0]) for b in numbers]; new = [numbers]; same = held['l'] is numbers"
+        "#pragma taas --gpus 2 --cpus 1\nseen = [int(b[0]) for b in numbers]; new = [numbers]; same"
+        " = held['l'] is numbers"
     )
     assert "did not come back" not in ran.stdout
     assert (
@@ -108,11 +109,10 @@ def test_a_loader_that_the_cell_does_not_use_is_not_run(registered: Notebook) ->
 def test_the_live_line_and_the_environment(registered: Notebook) -> None:
     """The cell's line says how the delivery is; a dataset sees the notebook's environment, no GPU, and may print."""
     registered.good(
-        "import os\nos.environ['WHERE_DATA_IS'] = 'bucket'\n"
-        "class Reading(Dataset):\n    def __len__(self): return 30\n"
-        "    def __getitem__(self, i):\n        print('reading', i)\n"
-        "        return os.environ['WHERE_DATA_IS'] + os.environ.get('CUDA_VISIBLE_DEVICES', ' and GPUs')\n"
-        "reading = DataLoader(Reading(), batch_size=3); taas.register(reading);"
+        "import os\nos.environ['WHERE_DATA_IS'] = 'bucket'\nclass Reading(Dataset):\n    def"
+        " __len__(self): return 30\n    def __getitem__(self, i):\n        print('reading', i)\n   "
+        "     return os.environ['WHERE_DATA_IS'] + os.environ.get('CUDA_VISIBLE_DEVICES', ' and"
+        " GPUs')\nreading = DataLoader(Reading(), batch_size=3); taas.register(reading);"
     )
     ran = registered.good(
         HEAD + " --name reader\nplaces = {place for batch in reading for place in batch}"
@@ -133,9 +133,9 @@ def test_a_killed_worker_pool_is_replaced(registered: Notebook) -> None:
         "slow = DataLoader(Slow(), batch_size=2); taas.register(slow)"
     )
     registered.start(
-        HEAD
-        + "\nimport os\ngot = []\nfor batch in slow:\n    got.append(batch.tolist())\n    print('got', len(got), flush=True)\n"
-        "    while len(got) == 5 and not os.path.exists('killed'): time.sleep(0.01)"
+        HEAD + "\nimport os\ngot = []\nfor batch in slow:\n    got.append(batch.tolist())\n   "
+        " print('got', len(got), flush=True)\n    while len(got) == 5 and not"
+        " os.path.exists('killed'): time.sleep(0.01)"
     )
     registered.wait_for("got 5\n")
     [worker_pool] = [
@@ -187,7 +187,8 @@ def test_a_run_that_resumes_goes_on_in_the_middle_of_an_epoch(registered: Notebo
     ran = registered.good(HEAD + " --max-restarts 1" + RESUMING)
     assert "SIGKILL" in ran.stdout
     registered.good(
-        "reference = make(); expected = [[b.tolist() for (b,) in reference][0::2] for _ in range(3)]"
+        "reference = make(); expected = [[b.tolist() for (b,) in reference][0::2] for _ in"
+        " range(3)]"
     )
     assert registered.value("iteration, step <= 3, start.restart") == "1 True 1"
     assert registered.value("seen == expected[1][step:] + expected[2]") == "True"
@@ -227,7 +228,10 @@ BOUND_BY_THE_CELL = {
     ),
     "functions that a transform and a collate function use": (
         "loader = DataLoader(Shifted(plus), batch_size=2, collate_fn=collate)",
-        "def plus(x): return None\nclass Pair(list): of_the_cell = True\noffset = scale = 0\nimport torch",
+        (
+            "def plus(x): return None\nclass Pair(list): of_the_cell = True\noffset = scale ="
+            " 0\nimport torch"
+        ),
         "[[[100,101],2.0],[[104,105],2.0]]",
         "data workers have Pair, offset, scale as",
     ),
@@ -238,7 +242,10 @@ BOUND_BY_THE_CELL = {
         "data workers have Shifted, order as",
     ),
     "the target of a loop, and worker_init_fn": (
-        "loader = DataLoader(Shifted(lambda x: x), batch_size=2, collate_fn=total, worker_init_fn=begin, num_workers=1)",
+        (
+            "loader = DataLoader(Shifted(lambda x: x), batch_size=2, collate_fn=total,"
+            " worker_init_fn=begin, num_workers=1)"
+        ),
         "for scale in (5.0,): drawn = ()",
         "[[1,4.0],[9,4.0]]",
         "data workers have drawn, scale as",
@@ -257,9 +264,11 @@ def test_data_workers_have_what_the_cell_binds_as_the_notebook_has_it(
     assert said in ran.stdout
     assert registered.value("str(seen).replace(' ', '').replace('\\n', '')") == expected
     if "scale" in binds:
-        assert registered.value("scale") in ("3.0", "0", "5.0"), (
-            "the notebook has what the cell bound"
-        )
+        assert registered.value("scale") in (
+            "3.0",
+            "0",
+            "5.0",
+        ), "the notebook has what the cell bound"
 
 
 def test_kept_ranks_do_not_take_what_data_workers_have_for_theirs(registered: Notebook) -> None:
@@ -279,7 +288,8 @@ def test_kept_ranks_do_not_take_what_data_workers_have_for_theirs(registered: No
 def test_what_only_the_cell_binds_is_told_before_it_starts(registered: Notebook) -> None:
     """Data workers have what the notebook has: where it lacks a name, a line says so before the error does."""
     registered.good(
-        "class Late(Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, i): return json.dumps(i)"
+        "class Late(Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, i):"
+        " return json.dumps(i)"
     )
     registered.good("late = DataLoader(Late()); taas.register(late);")
     ran = registered.run(f"{HEAD}\nimport json\nfor batch in late: pass")
@@ -351,7 +361,8 @@ def test_an_error_of_a_data_worker_is_one_traceback_on_the_users_lines(
     """From the cell's line into the dataset's; of taas and of torch's fetching it shows nothing."""
     loader, error, where, functions = FAILURES[case]
     registered.good(
-        f"from torch.utils.data import IterableDataset\n{FAILING}\nbad = {loader}; taas.register(bad);"
+        f"from torch.utils.data import IterableDataset\n{FAILING}\nbad = {loader};"
+        " taas.register(bad);"
     )
     ran = registered.run(f"{HEAD}\nfor batch in bad:\n    pass")
     assert ran.ename == "CellFailed"
@@ -366,8 +377,9 @@ def test_an_error_of_a_data_worker_is_one_traceback_on_the_users_lines(
 def test_an_iterable_dataset_of_one_row(registered: Notebook) -> None:
     """The ranks begin when all is made that there is, though more might have been."""
     registered.good(
-        "from torch.utils.data import IterableDataset\nclass Few(IterableDataset):\n"
-        "    def __iter__(self): return iter(range(2))\nfew = DataLoader(Few(), batch_size=1); taas.register(few);"
+        "from torch.utils.data import IterableDataset\nclass Few(IterableDataset):\n    def"
+        " __iter__(self): return iter(range(2))\nfew = DataLoader(Few(), batch_size=1);"
+        " taas.register(few);"
     )
     registered.good(f"{HEAD}\nseen = [batch.tolist() for batch in few]")
     assert registered.value("seen") == "[[0]]"

@@ -22,8 +22,9 @@ CELL_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
 OF_RAY = "address autoscaling-config block head num-cpus num-gpus port resources"
 OF_SLURM = "exclusive qos gres long mem nice no-kill no-requeue"
 OF_OTHERS = (
-    "bounding-set clear-groups inh-caps regid reuid nnodes nproc-per-node gpu-ids num-processes hypothesis-profile "
-    "hypothesis-seed ip no-browser shm-size local constraint help rank runtime-dir follow strict nproc user"
+    "bounding-set clear-groups inh-caps regid reuid nnodes nproc-per-node gpu-ids num-processes"
+    " hypothesis-profile hypothesis-seed ip no-browser shm-size local constraint help rank"
+    " runtime-dir follow strict nproc user"
 )
 OF_OTHER_PROGRAMS = {*OF_RAY.split(), *OF_SLURM.split(), *OF_OTHERS.split()}
 

@@ -1,8 +1,8 @@
 """The cells in the README and the docs run as they are written, in a real kernel and real ranks.
 
-A block that begins with ``python`` is a cell; those of one document are one notebook, in order. What a document does
-not show stands in comments, which are run, too: ``<!-- cell``, its lines, ``-->``. A cell that cannot run here stands
-below ``<!-- not run: why -->``.
+A block that begins with ``python`` is a cell; those of one document are one notebook, in order.
+What a document does not show stands in comments, which are run, too: ``<!-- cell``, its lines,
+``-->``. A cell that cannot run here stands below ``<!-- not run: why -->``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from taas.header.grammar import find_header, is_setup, parse_header
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(
-    r"^<!-- cell\n(?P<hidden>.*?)^-->$|^(?P<not_run><!-- not run: .+ -->\n)?```(?P<info>[\w{}-]*)\n(?P<text>.*?)^```$",
+    r"^<!-- cell\n(?P<hidden>.*?)^-->$|^(?P<not_run><!-- not run: .+"
+    r" -->\n)?```(?P<info>[\w{}-]*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 

@@ -56,7 +56,8 @@ def book(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Notebook]:
 def test_setup_cells_go_with_the_names(book: Notebook) -> None:
     """VMs of a cluster run them, too; a run that is started again runs them again."""
     book.good(
-        "#pragma taas --setup\nimport codecs\ncodecs.register_error('far', lambda error: ('?', error.end))"
+        "#pragma taas --setup\nimport codecs\ncodecs.register_error('far', lambda error: ('?',"
+        " error.end))"
     )
     book.good(
         "#!g2.1\n#pragma taas --gpus 2 --max-restarts 1\nimport os\n"

@@ -17,7 +17,10 @@ from taas.wire.clients import RunRequest, Stacks
 
 pytestmark = pytest.mark.slow
 
-GROUP = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
+GROUP = (
+    "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank ="
+    " dist.get_rank()\n"
+)
 STOOD = "rank 0's names came back as they stood"
 
 
@@ -159,7 +162,8 @@ def test_questions_to_a_rank_that_holds_the_gil_do_not_cut_it_off(notebook: Note
 def test_an_unhandled_interrupt_brings_the_model_as_it_stood(notebook: Notebook) -> None:
     """In the middle of training with DDP: the notebook's own model has the trained weights, history its entries."""
     notebook.good(
-        "import torch\nmodel = torch.nn.Linear(4, 1)\nbefore = model.weight.detach().clone()\nhistory = []\nown = model"
+        "import torch\nmodel = torch.nn.Linear(4, 1)\nbefore ="
+        " model.weight.detach().clone()\nhistory = []\nown = model"
     )
     ran = interrupted(
         notebook,
@@ -233,7 +237,8 @@ def test_an_interrupt_of_a_cell_that_awaits(notebook: Notebook, what: str, error
 RUNS = {
     "os.system": "os.system(program)",
     "os.system in a thread": (
-        "threading.Thread(target=os.system, args=[program]).start()\n    while True: time.sleep(0.01)"
+        "threading.Thread(target=os.system, args=[program]).start()\n    while True:"
+        " time.sleep(0.01)"
     ),
     "system(3) of C code": "ctypes.CDLL(None).system(program.encode())",
     "subprocess.run": "subprocess.run(program, shell=True)",
@@ -336,8 +341,11 @@ ALONE = {
     "all_reduce": (GROUP, "dist.all_reduce(torch.ones(4))"),
     "store": (GROUP, "dist.distributed_c10d._get_default_store().wait(['never'])"),
     "DataParallel, whose group is none of torch's own": (
-        "import os, time, torch\nrank = int(os.environ['RANK'])\n"
-        "model, x = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda()), torch.ones(4, 2).cuda()\nmodel(x)\n",
+        (
+            "import os, time, torch\nrank = int(os.environ['RANK'])\nmodel, x ="
+            " torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda()), torch.ones(4,"
+            " 2).cuda()\nmodel(x)\n"
+        ),
         "model(x)",
     ),
     "init_process_group": (
@@ -354,11 +362,9 @@ def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: 
     before, wait = ALONE[what]
     ran = interrupted(
         notebook,
-        f"{before}import threading\ndone = [1]\n"
-        "if rank:\n    ready()\n    time.sleep(600)\n"
-        "try:\n"
-        "    threading.Timer(0.5, ready).start()  # it waits by then; if not, the interrupt finds it in Python code\n"
-        f"    {wait}\nfinally:\n    done.append(2)",
+        f"{before}import threading\ndone = [1]\nif rank:\n    ready()\n    time.sleep(600)\ntry:\n "
+        "   threading.Timer(0.5, ready).start()  # it waits by then; if not, the interrupt finds"
+        f" it in Python code\n    {wait}\nfinally:\n    done.append(2)",
     )
     assert ran.ename == "KeyboardInterrupt"
     assert STOOD in ran.evalue
@@ -390,13 +396,17 @@ OTHERS: dict[str, tuple[str, str, str, str, str]] = {
     "a loop that swallows interrupts and changes its names": (
         "counts = {}",
         "raise ValueError('bad batch')",
-        "    while True:\n        try:\n            counts[len(counts)] = object(); counts[len(counts) - 1] = 1\n"
-        "        except KeyboardInterrupt: pass\nfinally: pass",
+        (
+            "    while True:\n        try:\n            counts[len(counts)] = object();"
+            " counts[len(counts) - 1] = 1\n        except KeyboardInterrupt: pass\nfinally: pass"
+        ),
         "bool(counts) and set(list(counts.values())[:-1]) <= {1}",  # the last one may be half done
         "True",
     ),
 }
-"""What rank 0 is in when rank 1 fails: what comes before, rank 1's end, rank 0's lines, and a name of it afterwards."""
+"""What rank 0 is in when rank 1 fails: what comes before, rank 1's end, rank 0's lines, and a name
+of it afterwards.
+"""
 
 
 @pytest.mark.parametrize("what", OTHERS)
@@ -430,8 +440,9 @@ def test_rank_0_fails(notebook: Notebook) -> None:
     )
     assert ran.ename == "CellFailed"
     assert f"All ranks were ended; {STOOD}" in ran.evalue
-    assert notebook.value("rows, same is rows, table, made, 'never' in globals()") == (
-        "[1, 2] True {'a': 1, 'b': 2} 3 False"
+    assert (
+        notebook.value("rows, same is rows, table, made, 'never' in globals()")
+        == "[1, 2] True {'a': 1, 'b': 2} 3 False"
     )
 
 
@@ -439,8 +450,10 @@ def test_rank_0_fails(notebook: Notebook) -> None:
     ("body", "said", "holds"),
     [
         (
-            "import os, signal, time\nlost = 1\n"
-            "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)",
+            (
+                "import os, signal, time\nlost = 1\nif os.environ['RANK'] == '0':"
+                " os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
+            ),
             ("no names came back: rank 0 was killed by SIGKILL",),
             "'lost' not in globals()",
         ),
@@ -546,7 +559,8 @@ def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook) -> Non
     """``attach`` brings them, in place, and raises."""
     notebook.good("rows = [1]\nsame = rows")
     notebook.good(
-        "#pragma taas --gpus 2 --background --name bad\nrows.append(2)\nmade = 3\nraise ValueError('late')"
+        "#pragma taas --gpus 2 --background --name bad\nrows.append(2)\nmade = 3\nraise"
+        " ValueError('late')"
     )
     ran = notebook.run("%taas attach bad")
     assert ran.ename == "CellFailed"

@@ -63,8 +63,8 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"pip install 'jupyter-taas\[ray\]'"):
         chosen.choose(["ray"])
     code = (
-        "import sys; sys.modules['ray'] = None\n"
-        "import taas, taas.magics, taas.launcher, taas.supervisor.loop, taas.agent.loop, taas.rank.entry"
+        "import sys; sys.modules['ray'] = None\nimport taas, taas.magics, taas.launcher,"
+        " taas.supervisor.loop, taas.agent.loop, taas.rank.entry"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -72,8 +72,9 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_asked_of_slurm(own_project: Path) -> None:
     """What is typed wins over `[engine.slurm]`; a VM with GPUs is a whole node unless its type says how it is asked for."""
     (own_project / "taas.toml").write_text(
-        '[engine]\ndefault = "slurm"\n[engine.slurm]\npartition = "gpu"\ncpu_partition = "cpu"\nsbatch = "--qos=long -v"\n'
-        '[instances."g2.4"]\nvcpus = 112\ngpus = 4\nslurm = "--gres=gpu:a100:4 --constraint=\'big\'"\n'
+        '[engine]\ndefault = "slurm"\n[engine.slurm]\npartition = "gpu"\ncpu_partition ='
+        ' "cpu"\nsbatch = "--qos=long -v"\n[instances."g2.4"]\nvcpus = 112\ngpus = 4\nslurm ='
+        " \"--gres=gpu:a100:4 --constraint='big'\"\n"
     )
     settings = settings_of(chosen.chosen(own_project).address)
     rest = ["--qos=long", "-v"]

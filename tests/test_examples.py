@@ -143,7 +143,7 @@ def test_demo_trains(tmp_path: Path) -> None:
     assert half >= 3, printed
     for form in (losses[:half], losses[half:]):
         assert form == sorted(form, reverse=True), printed
-    (right, images) = re.findall(r"DigitNet reads (\d+) of (\d+)", printed)[0]
+    right, images = re.findall(r"DigitNet reads (\d+) of (\d+)", printed)[0]
     assert int(right) / int(images) > 0.8
     assert (tmp_path / "mnist_cnn.pt").stat().st_size > 10_000
     assert sum("image/png" in out.get("data", {}) for out in outputs) == 2

@@ -30,7 +30,10 @@ def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     assert ran.own == "world 2\n"
 
 
-GROUP = "import os, signal, torch, torch.distributed as dist\ndist.init_process_group('gloo'); rank = dist.get_rank()\n"
+GROUP = (
+    "import os, signal, torch, torch.distributed as dist\ndist.init_process_group('gloo'); rank ="
+    " dist.get_rank()\n"
+)
 FAILS = {
     "an exception in one rank, while others wait": (
         f"{GROUP}if rank == 1:\n    raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))",
@@ -50,7 +53,10 @@ FAILS = {
         (),
     ),
     "a rank that is killed, and not those whose collective broke": (
-        f"{GROUP}dist.barrier()\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(torch.ones(1))",
+        (
+            f"{GROUP}dist.barrier()\nif rank == 2: os.kill(os.getpid(),"
+            " signal.SIGKILL)\ndist.all_reduce(torch.ones(1))"
+        ),
         "rank 2 was killed by SIGKILL: out of memory?",
         (),
     ),
@@ -91,9 +97,13 @@ def test_leaving_without_a_status_succeeds(notebook: Notebook, leave: str) -> No
 BUSY = {
     "python loop": "print('ready', flush=True)\nwhile True: pass",
     "C loop": "print('ready', flush=True)\nsum(range(10**13))",
-    "C code that holds the GIL": "import ctypes\nprint('ready', flush=True)\nctypes.PyDLL(None).sleep(600)",
-    "deaf to SIGTERM": "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    "signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready', flush=True)\nwhile True: time.sleep(1)",
+    "C code that holds the GIL": (
+        "import ctypes\nprint('ready', flush=True)\nctypes.PyDLL(None).sleep(600)"
+    ),
+    "deaf to SIGTERM": (
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.signal(signal.SIGINT,"
+        " signal.SIG_IGN)\nprint('ready', flush=True)\nwhile True: time.sleep(1)"
+    ),
     "await": "import asyncio\nprint('ready', flush=True)\nawait asyncio.sleep(600)",
 }
 
@@ -120,7 +130,8 @@ def test_interrupt(notebook: Notebook, what: str) -> None:
 def test_a_forgotten_process_group_is_closed(notebook: Notebook) -> None:
     """A cell need not destroy its process group; nothing is printed about it."""
     ran = notebook.good(
-        "#pragma taas --gpus 2\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()"
+        "#pragma taas --gpus 2\nimport torch.distributed as"
+        " dist\ndist.init_process_group('gloo')\ndist.barrier()"
     )
     assert ran.stderr == ""
 

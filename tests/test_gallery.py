@@ -30,7 +30,9 @@ if os.environ["RANK"] == "0":
     open("figures.json", "w").write(json.dumps({FIGURES}))
 os._exit(0)
 """
-"""Its processes leave at once: now and then torch aborts in one that ends in the ordinary way, a thread still running."""
+"""Its processes leave at once: now and then torch aborts in one that ends in the ordinary way, a
+thread still running.
+"""
 
 
 def cells(name: str) -> list[str]:

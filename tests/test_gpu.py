@@ -1,14 +1,16 @@
 """Cells on real GPUs, in a notebook that has used CUDA itself before its first run.
 
-Whether there is a GPU is read from the device files: asking CUDA here would poison every fork of this process.
-One GPU is enough; two NCCL ranks cannot share it, so what several ranks compute is in test_adopt_gpu.py.
+Whether there is a GPU is read from the device files: asking CUDA here would poison every fork of
+this process. One GPU is enough; two NCCL ranks cannot share it, so what several ranks compute is in
+test_adopt_gpu.py.
 
-Last whole run: 2026-11-20, one NVIDIA H200 (torch 2.11.0+cu130, Python 3.12). 21 of the 32 tests there were then
-passed, with all 4 of test_adopt_gpu.py. Of the other 11, one found a fault (a second run of a cell could not step
-an optimizer whose state had come back to the CPU) and 10 expected another spelling of what was printed. All 11
-were changed since, the live line is looked at in test_a_rank_has_its_device_from_the_start, and
-test_a_gpu_in_use_is_refused_and_its_run_attached is new: these 13 have yet to pass on a GPU. A later run stopped at
-a deadlock in how ranks took over CUDA's random state, which has been removed, but not run there again.
+Last whole run: 2026-11-20, one NVIDIA H200 (torch 2.11.0+cu130, Python 3.12). 21 of the 32 tests
+there were then passed, with all 4 of test_adopt_gpu.py. Of the other 11, one found a fault (a
+second run of a cell could not step an optimizer whose state had come back to the CPU) and 10
+expected another spelling of what was printed. All 11 were changed since, the live line is looked at
+in test_a_rank_has_its_device_from_the_start, and test_a_gpu_in_use_is_refused_and_its_run_attached
+is new: these 13 have yet to pass on a GPU. A later run stopped at a deadlock in how ranks took over
+CUDA's random state, which has been removed, but not run there again.
 """
 
 from __future__ import annotations
@@ -146,7 +148,8 @@ def test_what_a_cell_makes_on_the_gpu_leaves_it_with_the_rank(notebook: Notebook
     assert notebook.value("made.weight.device, made.weight.grad.device") == "cpu cpu"
     assert notebook.value("{s['exp_avg'].device.type for s in adam.state.values()}") == "{'cpu'}"
     notebook.good(
-        "#pragma taas --gpus 1\nmade.cuda()(torch.ones(1, 4096, device='cuda')).sum().backward()\nadam.step()"
+        "#pragma taas --gpus 1\nmade.cuda()(torch.ones(1, 4096,"
+        " device='cuda')).sum().backward()\nadam.step()"
     )
     notebook.good("del made, adam")
 
@@ -167,16 +170,13 @@ def test_cuda_is_the_programs_to_use_first(fresh: Notebook, count: int) -> None:
     With two GPUs or more the ranks above 0 are behind their walls.
     """
     ran = fresh.good(
-        f"#pragma taas --gpus {count} --output all\n"
-        "import os, torch, torch.multiprocessing as mp\n"
-        "def child(found):\n    found.put(torch.ones(1, device='cuda').item())\n"
-        "context = mp.get_context('fork')\n"
-        "found = context.SimpleQueue()\n"
-        "process = context.Process(target=child, args=(found,))\n"
-        "process.start(), process.join()\n"
-        "rank = os.environ['LOCAL_RANK']\n"
-        "os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['CUDA_VISIBLE_DEVICES'].split(',')[int(rank)]\n"
-        "print('said', rank, torch.cuda.is_initialized(), found.get(), torch.cuda.device_count(),"
+        f"#pragma taas --gpus {count} --output all\nimport os, torch, torch.multiprocessing as"
+        " mp\ndef child(found):\n    found.put(torch.ones(1, device='cuda').item())\ncontext ="
+        " mp.get_context('fork')\nfound = context.SimpleQueue()\nprocess ="
+        " context.Process(target=child, args=(found,))\nprocess.start(), process.join()\nrank ="
+        " os.environ['LOCAL_RANK']\nos.environ['CUDA_VISIBLE_DEVICES'] ="
+        " os.environ['CUDA_VISIBLE_DEVICES'].split(',')[int(rank)]\nprint('said', rank,"
+        " torch.cuda.is_initialized(), found.get(), torch.cuda.device_count(),"
         " torch.cuda.current_device(), torch.rand(1, device='cuda').device)\n"
     )
     said = sorted(re.findall(r"said (.*)", ran.stdout))
@@ -249,8 +249,9 @@ def test_rehearse_runs_cpu_ranks_and_hides_the_gpus(notebook: Notebook) -> None:
     ran = notebook.good(REHEARSED)
     assert ran.own.splitlines() == ["'' gloo 10.0", "4 cpu cpu"]
     assert "rehearsed on CPU (as --rehearse asks)" in live_line(ran)
-    assert notebook.value("resident is before, resident.is_cuda, resident.tolist()") == (
-        "True True [2.0, 2.0, 2.0]"
+    assert (
+        notebook.value("resident is before, resident.is_cuda, resident.tolist()")
+        == "True True [2.0, 2.0, 2.0]"
     )
 
 
@@ -345,15 +346,15 @@ def test_an_interrupt_breaks_off_the_first_collective(notebook: Notebook) -> Non
 def test_ranks_above_0_have_no_context_on_gpu_0(notebook: Notebook, first: str) -> None:
     """Whatever uses CUDA first, and after a look from another thread. Not run on GPUs yet; on the CPU: test_own_gpu.py."""
     ran = notebook.good(
-        "#pragma taas --gpus 2 --output all\nimport os, threading, torch\nfrom taas.adopt import waits\n"
-        f"{first}\n"
-        "thread = threading.Thread(target=waits.gpu_is_busy)\nthread.start(), thread.join()\n"
-        "print('said', os.environ['RANK'], [torch._C._cuda_hasPrimaryContext(n) for n in (0, 1)])\ndel thread\n"
+        "#pragma taas --gpus 2 --output all\nimport os, threading, torch\nfrom taas.adopt import"
+        f" waits\n{first}\nthread = threading.Thread(target=waits.gpu_is_busy)\nthread.start(),"
+        " thread.join()\nprint('said', os.environ['RANK'], [torch._C._cuda_hasPrimaryContext(n)"
+        " for n in (0, 1)])\ndel thread\n"
     )
     assert sorted(re.findall(r"said (.*)", ran.stdout)) == ["0 [True, False]", "1 [False, True]"]
 
 
-# ---------------------------------------------------------------- which GPUs, and who holds their memory
+# ----------------------------------------------------------- which GPUs, and who holds their memory
 
 
 @pytest.mark.skipif(
@@ -403,8 +404,8 @@ def test_gpu_memory_is_free_between_kept_cells(notebook: Notebook) -> None:
     notebook.good("torch.cuda.empty_cache()")
     before = int(notebook.value("torch.cuda.mem_get_info()[0]"))
     notebook.good(
-        f"#pragma taas --gpus 1 --keep\nimport torch\nbig = torch.empty({4 * GIB}, dtype=torch.uint8, device='cuda')\n"
-        "del big\nsmall = torch.ones(1, device='cuda')"
+        f"#pragma taas --gpus 1 --keep\nimport torch\nbig = torch.empty({4 * GIB},"
+        " dtype=torch.uint8, device='cuda')\ndel big\nsmall = torch.ones(1, device='cuda')"
     )
     assert (
         int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - 2 * GIB
@@ -421,14 +422,13 @@ LOCAL = "int(os.environ['LOCAL_RANK'])"
 def test_nccl_between_all_gpus(notebook: Notebook, index: str, binding: str) -> None:
     """Every pair of ranks meets, by P2P where the machine has it; to be run as an ordinary user, too. Not run on GPUs yet."""
     ran = notebook.good(
-        f"#pragma taas --gpus {len(GPUS)} --output all\n"
-        "import os, torch.distributed as dist\n"
-        f"device = torch.device('cuda', {index})\n"
-        f"dist.init_process_group('nccl'{binding})\n"
-        "me, size = dist.get_rank(), dist.get_world_size()\n"
-        "mine, got = torch.full((size, 1 << 20), float(me), device=device), torch.empty(size, 1 << 20, device=device)\n"
-        "dist.all_to_all_single(got, mine)\n"
-        "print('said', me, mine.device.index, got.mean(1).tolist() == list(map(float, range(size))))\n",
+        f"#pragma taas --gpus {len(GPUS)} --output all\nimport os, torch.distributed as"
+        " dist\ndevice = torch.device('cuda',"
+        f" {index})\ndist.init_process_group('nccl'{binding})\nme, size = dist.get_rank(),"
+        " dist.get_world_size()\nmine, got = torch.full((size, 1 << 20), float(me),"
+        " device=device), torch.empty(size, 1 << 20, device=device)\ndist.all_to_all_single(got,"
+        " mine)\nprint('said', me, mine.device.index, got.mean(1).tolist() == list(map(float,"
+        " range(size))))\n",
         seconds=170,
     )
     assert sorted(re.findall(r"said (.*)", ran.stdout)) == [
@@ -477,15 +477,18 @@ def test_captured_cuda_tensors_change_in_place(notebook: Notebook) -> None:
     )
     assert ran.own == "cuda:0 cuda:0 cpu 8\n"
     assert notebook.value("all(a is b for a, b in zip(objects, (x, tail, host, pinned)))") == "True"
-    assert notebook.value("x.data_ptr() == memory, x.tolist()") == (
-        "True [0.0, 1.0, 12.0, 13.0, 14.0, 15.0]"
+    assert (
+        notebook.value("x.data_ptr() == memory, x.tolist()")
+        == "True [0.0, 1.0, 12.0, 13.0, 14.0, 15.0]"
     )
-    assert notebook.value("host.tolist(), pinned.tolist(), pinned.is_pinned()") == (
-        "[1.0, 1.0] [2.0, 2.0, 2.0, 2.0] True"
+    assert (
+        notebook.value("host.tolist(), pinned.tolist(), pinned.is_pinned()")
+        == "[1.0, 1.0] [2.0, 2.0, 2.0, 2.0] True"
     )
-    assert notebook.value(
-        "new.is_cuda, new_tail.data_ptr() - new.data_ptr(), host_copy.is_cuda"
-    ) == ("False 4 False")
+    assert (
+        notebook.value("new.is_cuda, new_tail.data_ptr() - new.data_ptr(), host_copy.is_cuda")
+        == "False 4 False"
+    )
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -508,9 +511,10 @@ def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(
             "    model(batch.cuda()).square().mean().backward()\n"
             "    optimizer.step()\n"
         )
-    assert notebook.value(
-        "model.weight is weight, weight.device.type, weight.grad.device.type"
-    ) == (f"True {device} {device}")
+    assert (
+        notebook.value("model.weight is weight, weight.device.type, weight.grad.device.type")
+        == f"True {device} {device}"
+    )
     assert notebook.value("torch.equal(weight, old)") == "False"
     assert notebook.value("optimizer.param_groups[0]['params'][0] is weight") == "True"
     assert notebook.value("bool(optimizer.state[weight]['momentum_buffer'].any())") == "True"
@@ -520,8 +524,8 @@ def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(
 def test_random_draws_on_the_gpu_go_on(notebook: Notebook) -> None:
     """The rank draws on CUDA what the notebook would have drawn, and the notebook goes on after it."""
     notebook.good(
-        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in range(3)]\n"
-        "torch.cuda.manual_seed(7)\ndrawn = [torch.rand(2, device='cuda').tolist()]\n"
+        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in"
+        " range(3)]\ntorch.cuda.manual_seed(7)\ndrawn = [torch.rand(2, device='cuda').tolist()]\n"
     )
     notebook.good("#pragma taas --gpus 1\ndrawn.append(torch.rand(2, device='cuda').tolist())")
     notebook.good("drawn.append(torch.rand(2, device='cuda').tolist())")
@@ -536,7 +540,8 @@ def test_random_draws_of_two_runs_go_on_in_a_kernel_that_has_not_used_cuda(fresh
     assert fresh.value("torch.cuda.is_initialized()") == "False"
     fresh.good("drawn.append(torch.rand(2, device='cuda').tolist())")
     fresh.good(
-        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in range(3)]"
+        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in"
+        " range(3)]"
     )
     assert fresh.value("drawn == expected") == "True"
 
@@ -560,7 +565,8 @@ def test_kept_memory_is_compared_on_the_gpu(notebook: Notebook) -> None:
     keep = "#pragma taas --gpus 1 --keep\n"
     notebook.good(f"{keep}large = torch.zeros((1 << 28) + 3, device='cuda')")
     ran = notebook.good(
-        f"{keep}print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)\nlarge[-1] = 1.0"
+        f"{keep}print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)\nlarge[-1]"
+        " = 1.0"
     )
     assert ran.own == "True\n"
     assert notebook.value("large.device, large.sum().item()") == "cpu 1.0"
@@ -603,15 +609,11 @@ def test_delivered_elements_are_pinned(notebook: Notebook) -> None:
         "loader = DataLoader(numbers, batch_size=1, pin_memory=True)\ntaas.register(loader)"
     )
     ran = notebook.good(
-        "#pragma taas --gpus 1 --cpus 1\n"
-        "pinned, copies = [], []\n"
-        "for (x,) in loader:\n"
-        "    pinned.append(x.is_pinned())\n"
-        "    copies.append(x.to('cuda', non_blocking=True))\n"
-        "    del x  # its memory may be had by the next ones, once it was copied\n"
-        "print(len(pinned), all(pinned), [float(x[0, -1]) for x in copies] == [*map(float, range(64))])\n"
-        "print(all(bool((x == x[0, 0]).all()) for x in copies))\n"
-        "del copies, pinned"
+        "#pragma taas --gpus 1 --cpus 1\npinned, copies = [], []\nfor (x,) in loader:\n   "
+        " pinned.append(x.is_pinned())\n    copies.append(x.to('cuda', non_blocking=True))\n    del"
+        " x  # its memory may be had by the next ones, once it was copied\nprint(len(pinned),"
+        " all(pinned), [float(x[0, -1]) for x in copies] == [*map(float,"
+        " range(64))])\nprint(all(bool((x == x[0, 0]).all()) for x in copies))\ndel copies, pinned"
     )
     assert ran.own == "64 True True\nTrue\n"
     notebook.good("taas.unregister(loader)")
@@ -673,16 +675,22 @@ def test_a_training_cell_returns_the_trained_model(notebook: Notebook) -> None:
     assert ran.own.startswith("epoch 0: ")
     assert not complaints(ran)
     assert notebook.value("len(losses), losses[-1] < losses[0] / 4") == "64 True"
-    assert notebook.value(
-        "type(model) is Net, model.conv.weight is first_weight, first_weight.is_cuda"
-    ) == ("True True False")
+    assert (
+        notebook.value(
+            "type(model) is Net, model.conv.weight is first_weight, first_weight.is_cuda"
+        )
+        == "True True False"
+    )
     assert notebook.value("type(net) is Net, net is model") == "True True"
     notebook.good(
         "model.eval()\nwith torch.no_grad():\n"
         "    accuracy = (model(images).argmax(1) == labels).float().mean().item()"
     )
     assert float(notebook.value("accuracy")) > 0.95
-    saved = "all(torch.equal(v.cpu(), model.state_dict()[k]) for k, v in torch.load('digits.pt').items())"
+    saved = (
+        "all(torch.equal(v.cpu(), model.state_dict()[k]) for k, v in"
+        " torch.load('digits.pt').items())"
+    )
     assert notebook.value(saved) == "True"
     notebook.good(
         "nn.functional.cross_entropy(model(images[:64]), labels[:64]).backward()\nadam.step()"
@@ -707,8 +715,9 @@ def test_data_parallel_of_one_rank_is_torchs_own(notebook: Notebook) -> None:
         "    losses.append(loss.item())\n"
     )
     assert ran.stderr == ""
-    assert notebook.value("losses[-1] < losses[0] / 2, type(wrapped) is Net, wrapped is model") == (
-        "True True True"
+    assert (
+        notebook.value("losses[-1] < losses[0] / 2, type(wrapped) is Net, wrapped is model")
+        == "True True True"
     )
 
 
@@ -716,15 +725,12 @@ def test_data_parallel_of_one_rank_is_torchs_own(notebook: Notebook) -> None:
 def test_data_parallel_as_the_tutorial_has_it(notebook: Notebook) -> None:
     """``cuda:0`` is each rank's own GPU, and no rank holds memory on another's. Not run on GPUs yet."""
     ran = notebook.good(
-        f"#pragma taas --gpus {len(GPUS)} --output all\n"
-        "import os\n"
-        "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')\n"
-        "net = nn.Linear(8, 4)\n"
-        "if torch.cuda.device_count() > 1:\n    net = nn.DataParallel(net)\n"
-        "net.to(device)\n"
-        "for step in range(3):\n    net(torch.ones(16, 8).to(device)).sum().backward()\n"
-        "used = [n for n in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(n)]\n"
-        "print('said', os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'].split(',')[0], used)\n"
+        f"#pragma taas --gpus {len(GPUS)} --output all\nimport os\ndevice = torch.device('cuda:0'"
+        " if torch.cuda.is_available() else 'cpu')\nnet = nn.Linear(8, 4)\nif"
+        " torch.cuda.device_count() > 1:\n    net = nn.DataParallel(net)\nnet.to(device)\nfor step"
+        " in range(3):\n    net(torch.ones(16, 8).to(device)).sum().backward()\nused = [n for n in"
+        " range(torch.cuda.device_count()) if torch.cuda.memory_allocated(n)]\nprint('said',"
+        " os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'].split(',')[0], used)\n"
     )
     said = sorted(re.findall(r"said (.*)", ran.stdout))
     assert said == sorted(f"{rank} {gpu} [0]" for rank, gpu in enumerate(GPUS))
@@ -768,8 +774,9 @@ def test_a_gpu_in_use_is_refused_and_its_run_attached(notebook: Notebook) -> Non
     (notebook.folder / "go").write_text("")
     (notebook.folder / "go").unlink()
     notebook.good("%taas attach first")
-    assert notebook.value("kept.tolist(), kept is x, made.device, made.tolist()") == (
-        "[1.0, 1.0] True cpu [2.0, 2.0]"
+    assert (
+        notebook.value("kept.tolist(), kept is x, made.device, made.tolist()")
+        == "[1.0, 1.0] True cpu [2.0, 2.0]"
     )
 
 
@@ -788,13 +795,17 @@ FAULTS = {
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "CellFailed"),
     "interrupt in Python": ("print('ready', flush=True)\ntime.sleep(600)", "KeyboardInterrupt"),
     "interrupt in kernels": (
-        "square = hog[:1 << 24].reshape(4096, 4096) / 4096\nprint('ready', flush=True)\n"
-        "while True: square = square @ square",
+        (
+            "square = hog[:1 << 24].reshape(4096, 4096) / 4096\nprint('ready', flush=True)\n"
+            "while True: square = square @ square"
+        ),
         "KeyboardInterrupt",
     ),
     "interrupt in synchronize": (
-        "print('ready', flush=True)\n"
-        "while True:\n    torch.cuda._sleep(1 << 28)\n    torch.cuda.synchronize()",
+        (
+            "print('ready', flush=True)\n"
+            "while True:\n    torch.cuda._sleep(1 << 28)\n    torch.cuda.synchronize()"
+        ),
         "KeyboardInterrupt",
     ),
 }

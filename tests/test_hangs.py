@@ -125,9 +125,11 @@ def test_a_rank_that_swallowed_its_error_and_left_is_named(notebook: Notebook) -
 def test_a_stopped_rank_is_named(notebook: Notebook) -> None:
     """SIGSTOP is seen from outside, and how to go on is said; after SIGCONT the run ends well."""
     notebook.start(
-        HEADER + GROUP + "dist.barrier()\nprint('together')\n"
-        "while not os.path.exists('go'): print('waits', flush=True); time.sleep(0.1)  # that is progress\n"
-        "for _ in range(3): dist.all_reduce(torch.ones(1))\n"
+        HEADER
+        + GROUP
+        + "dist.barrier()\nprint('together')\nwhile not os.path.exists('go'): print('waits',"
+        " flush=True); time.sleep(0.1)  # that is progress\nfor _ in range(3):"
+        " dist.all_reduce(torch.ones(1))\n"
     )
     notebook.wait_for("together")
     ranks = sorted(notebook.processes().ranks, key=lambda process: process.pid)
@@ -166,7 +168,8 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(
     notebook.good(f"came = {str(tmp_path)!r} + '/'")
     line = "open(came + rank, 'w').close(); sum(range(10**13))"
     notebook.start(
-        f"#pragma taas --gpus 2 --name deep\nimport os\nrank = os.environ['RANK']\ndef f():\n    {line}\nf()"
+        "#pragma taas --gpus 2 --name deep\nimport os\nrank = os.environ['RANK']\ndef f():\n   "
+        f" {line}\nf()"
     )
     while len(list(tmp_path.iterdir())) < 2:  # where it is seen, the rank is in that line
         time.sleep(0.05)

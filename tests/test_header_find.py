@@ -63,11 +63,15 @@ PROBLEMS = {
     "!echo don't\n%time f()\n#pragma taas --gpus 8": "line 3",
     "def f(:\n#pragma taas --gpus 8": "line 2",
     "#!g2.8\n#pragma taas --gpus 8\nx = 1\n#pragma taas --gpus 16": "leave it out",
-    "#!g2.8\n#pragma taas --gpus 8\n#pragma taas --cpus 1": "type #!g2.8 and below it #pragma taas --gpus 8 --cpus 1",
+    "#!g2.8\n#pragma taas --gpus 8\n#pragma taas --cpus 1": (
+        "type #!g2.8 and below it #pragma taas --gpus 8 --cpus 1"
+    ),
     "#!g2.8\n#!g2.4\n": "allowed is one #!TYPE",
     "#pragma taas --gpus 8\n#!g2.8\n": "type #!g2.8 and below it #pragma taas --gpus 8",
     "#!g2.8 --gpus 8\n": "type #!g2.8 and below it #pragma taas --gpus 8",
-    "#!g2.8 #pragma taas --gpus 8\n": "type #!g2.8 and below it #pragma taas --gpus 8; allowed is one #!TYPE alone",
+    "#!g2.8 #pragma taas --gpus 8\n": (
+        "type #!g2.8 and below it #pragma taas --gpus 8; allowed is one #!TYPE alone"
+    ),
     "#!g2.8 # taas --gpus 8\n": "alone on its line",
     "#  pragma  tass --gpus 8\n": "type #pragma taas --gpus 8",
     "#PRAGMA TAAS --gpus 8\n": "type #pragma taas --gpus 8",

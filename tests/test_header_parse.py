@@ -132,7 +132,9 @@ def test_a_time_may_have_a_unit(text: str, seconds: float) -> None:
 
 
 REFUSED = {
-    "#!g2.8\n#pragma taas --gpus 12": "type --gpus 16; allowed is 8, 16, 32 (1, 2, 4 times the 8 GPUs of a VM)",
+    "#!g2.8\n#pragma taas --gpus 12": (
+        "type --gpus 16; allowed is 8, 16, 32 (1, 2, 4 times the 8 GPUs of a VM)"
+    ),
     "#!g2.8\n#pragma taas --gpus 3": ": type --gpus 8;",
     "#!g1.4\n#pragma taas --gpus 32": ": type --gpus 16;",
     "#!g2.8\n#pragma taas --gpus 64": ": type --gpus 32;",
@@ -176,11 +178,15 @@ REFUSED = {
     "#pragma taas gpus=8": "did you mean --gpus=8?",
     "#pragma taas --gpus 8 --name my run": "did you mean --name my-run?",
     "#pragma taas --gpus 8 --name 'a": ": close it",
-    "#pragma taas --gpus 8 --cpus 9": "did you mean --cpus 8? Allowed is a whole number from 1 to 8",
+    "#pragma taas --gpus 8 --cpus 9": (
+        "did you mean --cpus 8? Allowed is a whole number from 1 to 8"
+    ),
     "#pragma taas --gpus 8 --units 5": "without --cpus: type --cpus 1",
     "#pragma taas --gpus 8 --cpus 1 --units 0": "at least 1",
     "#pragma taas --gpus 8 --cpus 1 --units 20k": "did you mean --units 20000?",
-    "#pragma taas --gpus 8 --cpus 1 --units train: 5, valid: 6": "did you mean --units train=5,valid=6?",
+    "#pragma taas --gpus 8 --cpus 1 --units train: 5, valid: 6": (
+        "did you mean --units train=5,valid=6?"
+    ),
     "#pragma taas --gpus 8 --cpus 1 --units train=1,train=2": "once",
     "#pragma taas --gpus 8 --cpus 1 --units trian=5": ": type --units train=5",
     "#pragma taas --gpus 8 --cpus 1 --uneven cut": "drop or pad or raise",
@@ -201,7 +207,9 @@ REFUSED = {
     "#pragma taas --gpus 8 --backend ncll": "did you mean --backend nccl?",
     "#pragma taas --gpus 8 --backend gloo,nccl": "did you mean --backend cpu:gloo,cuda:nccl?",
     "#pragma taas --gpus 8 --name 'my run'": "did you mean --name my-run?",
-    "#pragma taas --gpus 8 --shared ''": "--shared '': type --shared checkpoints; allowed is a directory",
+    "#pragma taas --gpus 8 --shared ''": (
+        "--shared '': type --shared checkpoints; allowed is a directory"
+    ),
     "%%taas --on c1.4 --gpus 2": "or type --on g2.8",
     "%%taas --type g2.8 --gpus 8": "no option --type: did you mean --on?",
 }

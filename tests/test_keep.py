@@ -23,7 +23,10 @@ def released(notebook: Notebook) -> Iterator[None]:
 
 KEEP = "#pragma taas --gpus 2 --keep\n"
 GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-PIDS = "import os, torch.distributed as dist\npids = [None, None]\ndist.all_gather_object(pids, os.getpid())\n"
+PIDS = (
+    "import os, torch.distributed as dist\npids = [None, None]\ndist.all_gather_object(pids,"
+    " os.getpid())\n"
+)
 
 
 def pids_of(notebook: Notebook) -> list[int]:
@@ -56,8 +59,8 @@ def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
     for _ in range(2):
         before = notebook.value("net.weight.tolist()")
         ran = notebook.good(
-            KEEP
-            + "trainer.model(torch.ones(1, 2)).sum().backward()\nopt.step()\nprint(type(model).__name__)"
+            KEEP + "trainer.model(torch.ones(1,"
+            " 2)).sum().backward()\nopt.step()\nprint(type(model).__name__)"
         )
         assert ran.stdout == "DistributedDataParallel\n"
         assert notebook.value("net.weight.tolist()") != before
@@ -110,8 +113,8 @@ def test_an_error_leaves_ranks_names_and_a_group(notebook: Notebook, cell: str) 
 def test_a_group_made_anew_is_as_the_cell_wanted_it(notebook: Notebook) -> None:
     """Its time-out and, on GPUs, the device that it is bound to are those of the call that made the first one."""
     notebook.good(
-        KEEP + "import datetime, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=77), device_id=torch.device('cuda', 0))"
+        KEEP + "import datetime, torch, torch.distributed as dist\ndist.init_process_group('gloo',"
+        " timeout=datetime.timedelta(seconds=77), device_id=torch.device('cuda', 0))"
     )
     ran = notebook.run(KEEP + "if dist.get_rank():\n    raise ValueError('wrong')\ndist.barrier()")
     assert "wrong" in ran.traceback
@@ -221,8 +224,8 @@ def test_a_rank_that_dies_in_a_cell_takes_the_others_along(notebook: Notebook) -
     notebook.good(KEEP + GROUP + PIDS + "kept = 5")
     before = [int(pid) for pid in notebook.value("*pids").split()]
     ran = notebook.run(
-        KEEP
-        + "import os, signal\nif dist.get_rank():\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+        KEEP + "import os, signal\nif dist.get_rank():\n    os.kill(os.getpid(),"
+        " signal.SIGKILL)\ndist.barrier()"
     )
     assert "its ranks are gone" in ran.stdout
     ran = notebook.good(KEEP + "print(kept, dist.is_initialized())")

@@ -87,7 +87,8 @@ def test_a_large_model_that_nobody_changed_does_not_travel_again(tmp_path: Path)
     """200 MB of parameters: the next payload has less than 1 MB, also where they were trained."""
     found = played(
         tmp_path,
-        "import torch\nnet = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(50)])",
+        "import torch\nnet = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in"
+        " range(50)])",
         "#r\nn = len(net)",
         "#r\nnet[0].weight.data.add_(1)",
         "#r\ntotal = net[0].weight.sum().item() + n",
@@ -104,7 +105,8 @@ def test_other_ranks_keep_their_own_values(tmp_path: Path) -> None:
         tmp_path,
         "#r\nimport os\nown = [int(os.environ['RANK'])]",
         "pair = [own, 1]",
-        f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr((own, pair, pair[0] is own)))",
+        f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr((own, pair, pair[0] is"
+        " own)))",
     )
     assert (tmp_path / "0").read_text() == "([0], [[0], 1], True)"
     assert (tmp_path / "1").read_text() == "([1], [[1], 1], True)"
@@ -151,7 +153,8 @@ def test_a_cell_whose_code_does_not_say_what_it_binds_leaves_each_rank_its_own(
     """A number or a text of a rank stays that rank's: nothing of it was bound in the notebook."""
     played(
         tmp_path,
-        "#r\nimport os, torch\nrank = int(os.environ['RANK']); name = f'r{rank}'; net = torch.nn.Linear(1, 1)",
+        "#r\nimport os, torch\nrank = int(os.environ['RANK']); name = f'r{rank}'; net ="
+        " torch.nn.Linear(1, 1)",
         between,
         f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr((rank, name)))",
     )
@@ -192,8 +195,8 @@ def test_what_shares_a_constant_with_something_new_stays_each_ranks(
         "DAY, WORD = datetime.timedelta(1), re.compile('w+')\na = torch.ones(2); x = None",
         f"#r\nr = float(os.environ['RANK']); own = {own}; before = repr(own); kept = [a]",
         new,
-        f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr((repr(own) == before, type(x).__name__)))\n"
-        "count = a.sum().item()",
+        f"#r\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr((repr(own) == before,"
+        " type(x).__name__)))\ncount = a.sum().item()",
         "count == a.sum().item()",
     )
     kind = {"x": "Tensor", "a": "NoneType"}[new[0]]

@@ -30,7 +30,8 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
     """
     book.good("#pragma taas --gpus 1\npass")
     book.good(
-        "import ctypes\nlibc = ctypes.PyDLL(None)\nchild = libc.fork()\nwhile not child: libc.pause()"
+        "import ctypes\nlibc = ctypes.PyDLL(None)\nchild = libc.fork()\nwhile not child:"
+        " libc.pause()"
     )
     child = psutil.Process(int(book.value("child")))
     book.start(

@@ -15,8 +15,9 @@ from taas.engines.local import check_memory
 from taas.errors import EngineError
 
 TORCHRUN = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE MASTER_ADDR "
-    "MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS"
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK"
+    " ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT"
+    " TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS"
 )
 
 
@@ -58,7 +59,10 @@ def test_a_wrong_header_is_one_line(notebook: Notebook, header: str, word: str) 
 
 def test_a_shared_directory_that_is_made_is_said(notebook: Notebook) -> None:
     """One inside the project is made before the run, in a line; one that is there needs no word."""
-    cell = "#pragma taas --gpus 2 --shared deep/new.txt\nimport os\nopen('deep/new.txt/' + os.environ['RANK'], 'w').close()"
+    cell = (
+        "#pragma taas --gpus 2 --shared deep/new.txt\nimport os\nopen('deep/new.txt/' +"
+        " os.environ['RANK'], 'w').close()"
+    )
     said = "taas: made the directory deep/new.txt, where every rank may write (--shared)\n"
     assert said in notebook.good(cell).stdout
     assert "made the directory" not in notebook.good(cell).stdout
@@ -125,7 +129,10 @@ def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> N
 
 def test_the_environment_of_a_rank_is_torchruns(notebook: Notebook) -> None:
     """Every variable that torchrun sets is set, with torchrun's meaning."""
-    body = f"import json, os\nprint(json.dumps({{name: os.environ.get(name) for name in {TORCHRUN.split()!r}}}))"
+    body = (
+        "import json, os\nprint(json.dumps({name: os.environ.get(name) for name in"
+        f" {TORCHRUN.split()!r}}}))"
+    )
     found = json.loads(notebook.good("#pragma taas --gpus 2\n" + body).own)
     assert None not in found.values()
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")
@@ -135,11 +142,12 @@ def test_the_environment_of_a_rank_is_torchruns(notebook: Notebook) -> None:
 def test_several_vms_are_several_agents(notebook: Notebook) -> None:
     """16 GPUs of g2.8 are two VMs: ranks know their VM, and all meet in one group."""
     ran = notebook.good(
-        "#!g2.8\n#pragma taas --gpus 16\nimport os, torch, torch.distributed as dist\n"
-        "dist.init_process_group('nccl')\ntotal = torch.ones(1, device='cuda')\ndist.all_reduce(total)\n"
-        "places = [None] * 16\n"
-        "dist.all_gather_object(places, (int(os.environ['GROUP_RANK']), int(os.environ['LOCAL_RANK']), torch.cuda.device_count()))\n"
-        "print(total.item(), sorted(places) == [(vm, local, 8) for vm in range(2) for local in range(8)])",
+        "#!g2.8\n#pragma taas --gpus 16\nimport os, torch, torch.distributed as"
+        " dist\ndist.init_process_group('nccl')\ntotal = torch.ones(1,"
+        " device='cuda')\ndist.all_reduce(total)\nplaces = [None] *"
+        " 16\ndist.all_gather_object(places, (int(os.environ['GROUP_RANK']),"
+        " int(os.environ['LOCAL_RANK']), torch.cuda.device_count()))\nprint(total.item(),"
+        " sorted(places) == [(vm, local, 8) for vm in range(2) for local in range(8)])",
         seconds=170,
     )
     assert ran.own == "16.0 True\n"
@@ -170,10 +178,11 @@ def test_the_cell_magic_is_the_same_thing(notebook: Notebook) -> None:
 def test_names_come_back_in_place(notebook: Notebook) -> None:
     """After the run the notebook is as if rank 0 had run the cell here."""
     notebook.good(
-        "import torch\nfrom torch import nn\nnet = nn.Linear(2, 1)\nopt = torch.optim.SGD(net.parameters(), lr=.1)\n"
-        "losses = []; alias = losses; before = net.weight.clone(); where = id(net.weight)\n"
-        "def step():\n    opt.zero_grad(); loss = net(torch.ones(4, 2)).square().mean()\n"
-        "    loss.backward(); opt.step(); losses.append(loss.item())"
+        "import torch\nfrom torch import nn\nnet = nn.Linear(2, 1)\nopt ="
+        " torch.optim.SGD(net.parameters(), lr=.1)\nlosses = []; alias = losses; before ="
+        " net.weight.clone(); where = id(net.weight)\ndef step():\n    opt.zero_grad(); loss ="
+        " net(torch.ones(4, 2)).square().mean()\n    loss.backward(); opt.step();"
+        " losses.append(loss.item())"
     )
     notebook.good("#pragma taas --gpus 2\nfor _ in range(3): step()\nbest = min(losses)")
     assert notebook.value("len(alias), best == alias[-1], id(net.weight) == where") == "3 True True"
@@ -184,9 +193,10 @@ def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
     """Copies, of the notebook's own classes; what does not come is None, and named, in one line for all that have that reason."""
     notebook.good("import taas, torch\nclass Best:\n    pass")
     ran = notebook.good(
-        "#pragma taas --gpus 3 --collect loss,best,odd,gone --return none\nimport os\nrank = int(os.environ['RANK'])\n"
-        "loss = (torch.ones(1000, requires_grad=True) * rank).cuda()[:2]\nbest = Best(); best.of = [rank]\n"
-        "odd = print if rank == 1 else lambda: None"
+        "#pragma taas --gpus 3 --collect loss,best,odd,gone --return none\nimport os\nrank ="
+        " int(os.environ['RANK'])\nloss = (torch.ones(1000, requires_grad=True) *"
+        " rank).cuda()[:2]\nbest = Best(); best.of = [rank]\nodd = print if rank == 1 else lambda:"
+        " None"
     )
     said = [line.partition(": ")[2].partition(" was")[0] for line in ran.stdout.splitlines()]
     assert sorted(said) == ["'gone' of ranks 0–2", "'odd' of ranks 0, 2"]
@@ -198,7 +208,8 @@ def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
     )
     assert notebook.value("taas.collected['odd']") == str([None, print, None])
     notebook.run(
-        "#pragma taas --gpus 2 --collect loss\nimport os\nloss = os.environ['RANK']\nif loss == '1': 1 / 0"
+        "#pragma taas --gpus 2 --collect loss\nimport os\nloss = os.environ['RANK']\nif loss =="
+        " '1': 1 / 0"
     )
     assert notebook.value("taas.collected['loss'][1]") == "1"  # as it stood
 
@@ -235,7 +246,8 @@ def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
 def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
     """Names that cannot be pickled stay behind with their reasons; the others come."""
     ran = notebook.good(
-        "#pragma taas --gpus 1\nimport threading\nlock, deep, fine = threading.Lock(), [threading.Lock()], 3"
+        "#pragma taas --gpus 1\nimport threading\nlock, deep, fine = threading.Lock(),"
+        " [threading.Lock()], 3"
     )
     assert re.fullmatch(
         r"taas: did not come back: lock: lock is a _thread.lock, .*; deep: deep\[0\] is a .*\n",
@@ -247,16 +259,18 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
 def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Notebook) -> None:
     """Threads and executors finish, names are as they left them, and what was written to files is in them."""
     notebook.good(
-        "#pragma taas --gpus 2\nimport concurrent.futures, sys, threading, weakref\ngo, saved = threading.Event(), []\n"
-        "class Gone: pass\nsys.held = weakref.proxy(Gone())\n"
-        "def save(name):\n    go.wait()\n    saved.append(open(name, 'w').write('saved'))\n"
-        "threading.Thread(target=save, args=('a.txt',)).start()\n"
-        "pool = concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')\n"
-        "log = open('log.csv', 'w'); print('one', file=log)\nimport atexit; threading._register_atexit(go.set)"
+        "#pragma taas --gpus 2\nimport concurrent.futures, sys, threading, weakref\ngo, saved ="
+        " threading.Event(), []\nclass Gone: pass\nsys.held = weakref.proxy(Gone())\ndef"
+        " save(name):\n    go.wait()\n    saved.append(open(name,"
+        " 'w').write('saved'))\nthreading.Thread(target=save, args=('a.txt',)).start()\npool ="
+        " concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')\nlog ="
+        " open('log.csv', 'w'); print('one', file=log)\nimport atexit;"
+        " threading._register_atexit(go.set)"
     )
-    assert notebook.value(
-        "saved, [open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]"
-    ) == ("[5, 5] ['saved', 'saved', 'one\\n']")
+    assert (
+        notebook.value("saved, [open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]")
+        == "[5, 5] ['saved', 'saved', 'one\\n']"
+    )
 
 
 def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
@@ -268,20 +282,23 @@ def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
 
 def test_loaders_whose_workers_persist(notebook: Notebook) -> None:
     """They are each process' own; also where a cell has asked the loader before."""
-    # A kernel that is killed leaves the named locks of workers that were not forked, with and without taas (Python 3.14).
+    # A kernel that is killed leaves the named locks of workers that were not forked, with and
+    # without taas (Python 3.14).
     notebook.good("import multiprocessing\nmultiprocessing.set_start_method('fork', force=True)")
     notebook.good(
-        "import torch\nfrom torch.utils.data import DataLoader\nworkers = dict(num_workers=1, persistent_workers=True)\n"
-        "here = same = DataLoader(torch.arange(3), **workers)\nfirst = next(iter(here))"
+        "import torch\nfrom torch.utils.data import DataLoader\nworkers = dict(num_workers=1,"
+        " persistent_workers=True)\nhere = same = DataLoader(torch.arange(3), **workers)\nfirst ="
+        " next(iter(here))"
     )
     ran = notebook.good(
         "#pragma taas --gpus 2\nseen = [*map(int, here)]; here.note = 1\n"
         "there = DataLoader(torch.arange(2), **workers); seen += map(int, there)"
     )
     assert "did not come back" not in ran.stdout
-    assert notebook.value(
-        "seen, [*map(int, here)], [*map(int, there)], here is same, same.note"
-    ) == ("[0, 1, 2, 0, 1] [0, 1, 2] [0, 1] True 1")
+    assert (
+        notebook.value("seen, [*map(int, here)], [*map(int, there)], here is same, same.note")
+        == "[0, 1, 2, 0, 1] [0, 1, 2] [0, 1] True 1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ from notebook_harness import Notebook
 REFUSED = {
     "torchrun with an exclamation mark": ("!torchrun --nproc-per-node 2 train.py", "torchrun", 2),
     "accelerate, by subprocess": (
-        "import subprocess; subprocess.run(['accelerate', 'launch', '--num_processes=3', 'train.py'])",
+        (
+            "import subprocess; subprocess.run(['accelerate', 'launch', '--num_processes=3',"
+            " 'train.py'])"
+        ),
         "accelerate launch",
         3,
     ),
@@ -18,7 +21,10 @@ REFUSED = {
         4,
     ),
     "a module of torch, by this Python": (
-        "import subprocess, sys; subprocess.check_call([sys.executable, '-m', 'torch.distributed.run', 'train.py'])",
+        (
+            "import subprocess, sys; subprocess.check_call([sys.executable, '-m',"
+            " 'torch.distributed.run', 'train.py'])"
+        ),
         "-m torch.distributed.run",
         2,
     ),

@@ -52,7 +52,8 @@ def test_a_lazy_module_does_not_notice_a_headed_cell(
     notebook.good("%load_ext taas")
     notebook.good(made.replace("NAME", name))
     notebook.good(
-        "import functools\nseen = []; add = seen.append\ntable = {'join': ''.join, 'f': lambda x: x + 1}"
+        "import functools\nseen = []; add = seen.append\ntable = {'join': ''.join, 'f': lambda x: x"
+        " + 1}"
     )
     ran = notebook.good(
         "#pragma taas --gpus 2\nadd(table['f'](1)); table['join'](['a']); n = len(seen)"

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.usefixtures("oracle")
 
 P = row
 KEY = (
-    "class Key:\n    def __init__(self, text): self.text = text; self.hash = hash(text)\n"
-    "    def __hash__(self): return self.hash\n    def __eq__(self, other): return self.text == other.text\n"
-    "made = {}\n"
+    "class Key:\n    def __init__(self, text): self.text = text; self.hash = hash(text)\n    def"
+    " __hash__(self): return self.hash\n    def __eq__(self, other): return self.text =="
+    " other.text\nmade = {}\n"
 )
 
 LIMITS = [

@@ -19,7 +19,8 @@ _GROUPS = Path("/sys/fs/cgroup/memory")  # of version 1
 _MB = 1 << 20
 _LIMIT = 512 * _MB
 
-# What a process of the group does: it fills the page cache, takes shared memory, and asks after each.
+# What a process of the group does: it fills the page cache, takes shared memory, and asks after
+# each.
 ASKS = """
 import json, os, sys
 from taas.capture.payload import check_room
@@ -176,7 +177,8 @@ def test_spares_go_when_memory_of_the_group_becomes_scarce(limited: Notebook, gr
     inside = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
     assert {spare.pid for spare in spares} <= inside
     limited.good(
-        "import os\nfrom taas.memory_limits import memory_left\nshared = os.memfd_create('shared')\n"
-        "os.posix_fallocate(shared, 0, memory_left().free - (300 << 20))"
+        "import os\nfrom taas.memory_limits import memory_left\nshared ="
+        " os.memfd_create('shared')\nos.posix_fallocate(shared, 0, memory_left().free - (300 <<"
+        " 20))"
     )
     assert gone(spares)

@@ -14,12 +14,13 @@ CREATOR = "torch.distributed.Backend._plugins['NCCL'].creator_fn.__name__"
 CELLS = {
     "in a rank": f"print({CREATOR})",
     "in a process that a rank forks": (
-        f"import os\nif (child := os.fork()) == 0:\n    print({CREATOR}, flush=True)\n    os._exit(0)\nos.waitpid(child, 0)"
+        f"import os\nif (child := os.fork()) == 0:\n    print({CREATOR}, flush=True)\n   "
+        " os._exit(0)\nos.waitpid(child, 0)"
     ),
     "in a process that a rank starts afresh": (
-        "import torch.multiprocessing as mp\n"
-        "with mp.get_context('forkserver').Pool(1) as pool:\n"
-        f"    print(pool.apply(eval, [\"__import__('torch.distributed') and __import__('torch').{CREATOR[6:]}\"]))"
+        "import torch.multiprocessing as mp\nwith mp.get_context('forkserver').Pool(1) as pool:\n "
+        "   print(pool.apply(eval, [\"__import__('torch.distributed') and"
+        f" __import__('torch').{CREATOR[6:]}\"]))"
     ),
     "after the program has made and destroyed a group": (
         f"torch.distributed.init_process_group('gloo')\ntorch.distributed.destroy_process_group()\nprint({CREATOR})"

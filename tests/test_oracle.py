@@ -91,9 +91,15 @@ def test_notebooks_are_joined_under_names_of_their_own() -> None:
 TRAINED = Program(
     "trained",
     (
-        "import torch, torch.nn as nn\nnet = nn.Linear(2, 1); opt = torch.optim.SGD(net.parameters(), lr=.1); log = []",
-        "for step in range(3):\n    opt.zero_grad(); loss = net(torch.ones(4, 2)).pow(2).mean(); loss.backward(); opt.step()\n"
-        "    log.append(loss.item()); print(step)\ndel loss\nlen(log)",
+        (
+            "import torch, torch.nn as nn\nnet = nn.Linear(2, 1); opt ="
+            " torch.optim.SGD(net.parameters(), lr=.1); log = []"
+        ),
+        (
+            "for step in range(3):\n    opt.zero_grad(); loss = net(torch.ones(4,"
+            " 2)).pow(2).mean(); loss.backward(); opt.step()\n    log.append(loss.item());"
+            " print(step)\ndel loss\nlen(log)"
+        ),
         "log.append(torch.rand(1).item())",
         "import os\nos.environ['PROGRAM_X'] = str(len(log)); best = min(log); display(best)",
     ),

@@ -31,14 +31,19 @@ PRINTED = {
     ),
     "the bytes of one character may come in two writes": (
         HEAD,
-        "import sys\nfor b in '\u00e9\\n'.encode():\n    sys.stdout.buffer.write(bytes([b])); sys.stdout.flush()",
+        (
+            "import sys\nfor b in '\u00e9\\n'.encode():\n    sys.stdout.buffer.write(bytes([b]));"
+            " sys.stdout.flush()"
+        ),
         "\u00e9\n",
     ),
     "C, a child and Python stand in the order they were made": (
         HEAD,
-        "import ctypes, subprocess\n"
-        "print('python 1')\nctypes.CDLL(None).printf(b'C 2\\n')\nprint('python 3')\n"
-        "subprocess.run(['echo', 'child 4'])\nprint('python 5')",
+        (
+            "import ctypes, subprocess\n"
+            "print('python 1')\nctypes.CDLL(None).printf(b'C 2\\n')\nprint('python 3')\n"
+            "subprocess.run(['echo', 'child 4'])\nprint('python 5')"
+        ),
         "python 1\nC 2\npython 3\nchild 4\npython 5\n",
     ),
     "all lines arrive, in order, while another rank is quiet": (
@@ -69,8 +74,8 @@ def test_output_after_a_fork(notebook: Notebook) -> None:
     """A forked child's lines appear once, the parent's once."""
     text = printed(
         notebook,
-        "import os\nprint('before', end=' ')\nif os.fork() == 0:\n    print('child')\n    os._exit(0)\n"
-        "os.wait()\nprint('parent')",
+        "import os\nprint('before', end=' ')\nif os.fork() == 0:\n    print('child')\n   "
+        " os._exit(0)\nos.wait()\nprint('parent')",
     )
     assert sorted(text.split()) == ["before", "child", "parent"]
 
@@ -106,9 +111,11 @@ def test_the_first_text_comes_at_once_and_the_rest_before_the_cell_goes_on_to_so
 ) -> None:
     """Text waits for more only among text: displays, updates, cleared outputs and results come after what was printed before."""
     ran = notebook.good(
-        HEAD + "from IPython.display import clear_output\n"
-        "for i in range(3):\n    print('a', i)\n    print('b', i)\n    h = display(i, display_id=f'd{i}')\n"
-        "print('c')\nh.update('e')\nprint('f')\nclear_output(wait=True)\nprint('g\\rh', end='')\n'value'"
+        HEAD
+        + "from IPython.display import clear_output\nfor i in range(3):\n    print('a', i)\n   "
+        " print('b', i)\n    h = display(i,"
+        " display_id=f'd{i}')\nprint('c')\nh.update('e')\nprint('f')\nclear_output(wait=True)\nprint('g\\rh',"
+        " end='')\n'value'"
     )
     text = "a 0\nb 0\nDa 1\nb 1\nDa 2\nb 2\nDc\nUf\nCg\rhR"
     assert _kinds(ran) == text
@@ -116,7 +123,10 @@ def test_the_first_text_comes_at_once_and_the_rest_before_the_cell_goes_on_to_so
 
 def test_a_question_comes_after_what_was_printed_before(notebook: Notebook) -> None:
     """Also where that came within a moment after other text."""
-    body = "for i in range(50): print('line', i)\nprint('all read'); x = input('go on? ')\nprint('got', x)"
+    body = (
+        "for i in range(50): print('line', i)\nprint('all read'); x = input('go on?"
+        " ')\nprint('got', x)"
+    )
     notebook.start(HEAD + body, keyboard=True)
     assert notebook.asked() == "go on? "
     assert "all read" in notebook.wait_for("all read").own
@@ -135,8 +145,8 @@ def test_the_last_expression_is_the_cells_result(notebook: Notebook) -> None:
 def test_display_and_its_updates(notebook: Notebook) -> None:
     """Rich output arrives with all its forms; an update changes the display it belongs to."""
     ran = notebook.good(
-        HEAD + "from IPython.display import HTML\n"
-        "handle = display(HTML('<b>first</b>'), display_id='mine')\nprint('between')\nhandle.update(HTML('<b>second</b>'))"
+        HEAD + "from IPython.display import HTML\nhandle = display(HTML('<b>first</b>'),"
+        " display_id='mine')\nprint('between')\nhandle.update(HTML('<b>second</b>'))"
     )
     assert [
         content["data"]["text/html"] for content in ran.displays if "text/html" in content["data"]
@@ -240,7 +250,10 @@ def test_every_line_of_several_ranks_has_its_rank(
         ("files = !echo captured\nprint(files)", "['captured']"),
         ("%env TAAS_PROBE=1\n%env TAAS_PROBE", "env: TAAS_PROBE=1"),
         (
-            "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return 'awaited'\nprint(await f())",
+            (
+                "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return"
+                " 'awaited'\nprint(await f())"
+            ),
             "awaited",
         ),
         ("print(__name__, __import__('sys').argv)", "__main__ ['<cell>']"),

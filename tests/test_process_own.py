@@ -39,7 +39,10 @@ IN_RANKS = {
     ),
     "one in a model": ("engine.net.own = dist.new_group()", "engine.net.own (ProcessGroup)"),
     "one in an optimizer": (
-        "engine.opt = torch.optim.SGD(engine.net.parameters(), lr=0.1); engine.opt.own = dist.new_group()",
+        (
+            "engine.opt = torch.optim.SGD(engine.net.parameters(), lr=0.1); engine.opt.own ="
+            " dist.new_group()"
+        ),
         "engine.opt.own (ProcessGroup)",
     ),
 }
@@ -59,9 +62,10 @@ def test_what_a_rank_has_of_its_process_does_not_lose_what_was_trained(
     assert lines == [
         f"taas: did not come back: {told}: each process has its own; the rest came back"
     ]
-    assert notebook.value(
-        "engine.steps, engine.log, engine.net is net, net.weight.sum().item()"
-    ) == ("1 [1] True 14.0")
+    assert (
+        notebook.value("engine.steps, engine.log, engine.net is net, net.weight.sum().item()")
+        == "1 [1] True 14.0"
+    )
     assert notebook.value("hasattr(engine, 'own') or hasattr(net, 'own')") == "False"
     again = notebook.good("#pragma taas --gpus 2\nengine.step()")
     assert "did not" not in again.stdout
@@ -77,7 +81,8 @@ IN_NOTEBOOK = {
     ),
     "one in a model": "net.own = iter(DataLoader(range(4), num_workers=1))",
     "one in a DataLoader": (
-        "engine.loader = Infinite([3, 4]); engine.loader.own = iter(DataLoader(range(4), num_workers=1))"
+        "engine.loader = Infinite([3, 4]); engine.loader.own = iter(DataLoader(range(4),"
+        " num_workers=1))"
     ),
 }
 
@@ -116,7 +121,8 @@ def test_kept_ranks_go_on_with_what_is_theirs(notebook: Notebook) -> None:
     )
     assert "engine.own (ProcessGroup)" in first.stdout
     second = notebook.good(
-        f"{head}x = torch.ones(1); dist.all_reduce(x, group=engine.own); engine.step(); total = x.item()"
+        f"{head}x = torch.ones(1); dist.all_reduce(x, group=engine.own); engine.step(); total ="
+        " x.item()"
     )
     assert "did not come back" not in second.stdout
     assert notebook.value("total, engine.steps") == "2.0 2"
@@ -138,6 +144,7 @@ other.register_forward_hook(reduce_with(group))""")
     for name in ("mesh: mesh is a", "group: group is a", "other: other"):
         assert name in said
     assert "so all of it is as it was before the cell" in said
-    assert notebook.value("'mesh' in globals(), 'group' in globals(), net.weight.sum().item()") == (
-        "False False 4.0"
+    assert (
+        notebook.value("'mesh' in globals(), 'group' in globals(), net.weight.sum().item()")
+        == "False False 4.0"
     )

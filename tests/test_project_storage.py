@@ -31,23 +31,20 @@ def test_a_checkpoint_of_all_ranks_is_saved_and_loaded_in_one_cell(notebook: Not
         "import torch\nnet = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))"
     )
     notebook.good(
-        "#pragma taas --gpus 3\n"
-        "import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
-        "dist.init_process_group()\n"
-        "model = torch.nn.parallel.DistributedDataParallel(net)\n"
-        "for turn in range(2):\n"
-        "    with torch.no_grad(): net[0].weight += 1\n"
-        "    dcp.save({'net': model.state_dict()}, checkpoint_id='ck')\n"
-        "    state = {'net': {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}\n"
-        "    dcp.load(state, checkpoint_id='ck')\n"
-        "    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state['net'].items())\n"
-        "del model, dcp, dist"
+        "#pragma taas --gpus 3\nimport torch, torch.distributed as dist,"
+        " torch.distributed.checkpoint as dcp\ndist.init_process_group()\nmodel ="
+        " torch.nn.parallel.DistributedDataParallel(net)\nfor turn in range(2):\n    with"
+        " torch.no_grad(): net[0].weight += 1\n    dcp.save({'net': model.state_dict()},"
+        " checkpoint_id='ck')\n    state = {'net': {name: torch.zeros_like(value) for name, value"
+        " in model.state_dict().items()}}\n    dcp.load(state, checkpoint_id='ck')\n    assert"
+        " all(torch.equal(value, model.state_dict()[name]) for name, value in"
+        " state['net'].items())\ndel model, dcp, dist"
     )
     ran = notebook.good(
-        "import torch.distributed.checkpoint as dcp\n"
-        "state = {'net': {'module.' + name: torch.zeros_like(value) for name, value in net.state_dict().items()}}\n"
-        "dcp.load(state, checkpoint_id='ck', no_dist=True)\n"
-        "print(all(torch.equal(value, net.state_dict()[name[7:]]) for name, value in state['net'].items()))"
+        "import torch.distributed.checkpoint as dcp\nstate = {'net': {'module.' + name:"
+        " torch.zeros_like(value) for name, value in net.state_dict().items()}}\ndcp.load(state,"
+        " checkpoint_id='ck', no_dist=True)\nprint(all(torch.equal(value,"
+        " net.state_dict()[name[7:]]) for name, value in state['net'].items()))"
     )
     assert ran.own.strip() == "True"
 

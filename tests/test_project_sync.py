@@ -160,7 +160,10 @@ def test_files_directories_links_and_removals_come_back_while_the_run_goes_on(
     "code",
     [
         "f = open('part.pt', 'wb'); f.write(b'half'); f.flush()",
-        "import mmap; f = open('part.pt', 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); f.close()",
+        (
+            "import mmap; f = open('part.pt', 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(),"
+            " 0); f.close()"
+        ),
     ],
     ids=["descriptor", "mapping"],
 )
@@ -188,7 +191,7 @@ def test_a_file_that_is_open_for_writing_comes_back_when_it_is_closed(
     assert tree(travel.project) == tree(travel.copy)
 
 
-# ---------------------------------------------------------------- the notebook's user goes on working
+# -------------------------------------------------------------- the notebook's user goes on working
 
 
 def test_what_the_user_changed_is_not_removed_and_what_he_removed_may_come_anew(
@@ -261,9 +264,10 @@ def test_what_the_run_made_in_place_of_a_file_that_stayed_home_loses_nothing_of_
     }
     assert travel.aside == {"twice.csv": b"a line"}
     assert {notice.split()[0] for notice in travel.applier.notices} == {"history.csv", "model.pt"}
-    assert travel.applier.written == {b"model.pt", b"history.csv"}, (
-        "the next start has the run's own"
-    )
+    assert travel.applier.written == {
+        b"model.pt",
+        b"history.csv",
+    }, "the next start has the run's own"
 
 
 def test_killed_in_the_middle_the_project_has_each_file_old_or_new(tmp_path: Path) -> None:

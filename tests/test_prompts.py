@@ -32,9 +32,10 @@ def test_input_and_getpass_as_in_a_plain_cell(notebook: Notebook) -> None:
 def test_a_breakpoint_in_one_rank(notebook: Notebook) -> None:
     """What it prints is shown though the rank's output is not; the others wait in a collective, and all go on."""
     notebook.start(
-        "#pragma taas --gpus 2 --hang-timeout 0.5 --name pondered\nimport torch, torch.distributed as dist\n"
-        "dist.init_process_group('nccl')\nrank = dist.get_rank()\nx = torch.ones(1) * rank\n"
-        "if rank == 1:\n    breakpoint()\n    x += 1\ndist.all_reduce(x)\ntotal = x.item()\n",
+        "#pragma taas --gpus 2 --hang-timeout 0.5 --name pondered\nimport torch, torch.distributed"
+        " as dist\ndist.init_process_group('nccl')\nrank = dist.get_rank()\nx = torch.ones(1) *"
+        " rank\nif rank == 1:\n    breakpoint()\n    x += 1\ndist.all_reduce(x)\ntotal ="
+        " x.item()\n",
         keyboard=True,
     )
     assert notebook.asked() == "[rank 1] (Pdb) "
@@ -63,11 +64,17 @@ OPENS = {
     "breakpoint() as the last line": ("x = 1\nbreakpoint()\n", ["<module>()"]),
     "in a function of an earlier cell": ("z = helper(3)\n", ["<module>()", "helper()"]),
     "pdb.set_trace() in a class": (
-        "import pdb\nclass A:\n    def f(self):\n        pdb.set_trace()\n        return 1\nA().f()\n",
+        (
+            "import pdb\nclass A:\n    def f(self):\n        pdb.set_trace()\n        return"
+            " 1\nA().f()\n"
+        ),
         ["<module>()", "f()"],
     ),
     "behind a top-level await": (
-        "import asyncio\nasync def g():\n    await asyncio.sleep(0)\n    breakpoint()\n    return 1\nawait g()\n",
+        (
+            "import asyncio\nasync def g():\n    await asyncio.sleep(0)\n    breakpoint()\n   "
+            " return 1\nawait g()\n"
+        ),
         ["<module>()", "g()"],
     ),
     "after an error": ("def f():\n    1 / 0\nf()\n", ["<module>()", "f()"]),
@@ -136,8 +143,9 @@ def test_two_ranks_take_turns(notebook: Notebook) -> None:
 def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook) -> None:
     """The error says so, and no rank is left."""
     notebook.start(
-        "#pragma taas --gpus 2\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        "if dist.get_rank() == 1:\n    from IPython.core.debugger import set_trace; set_trace()\n    pass\ndist.barrier()\n",
+        "#pragma taas --gpus 2\nimport torch.distributed as"
+        " dist\ndist.init_process_group('gloo')\nif dist.get_rank() == 1:\n    from"
+        " IPython.core.debugger import set_trace; set_trace()\n    pass\ndist.barrier()\n",
         keyboard=True,
     )
     assert notebook.asked() == "[rank 1] ipdb> "
@@ -151,7 +159,8 @@ def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook) -> No
 def test_an_interrupt_at_the_prompt(notebook: Notebook) -> None:
     """It means the run, and one press is enough."""
     notebook.start(
-        "#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1':\n    breakpoint()\n    pass\n",
+        "#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1':\n    breakpoint()\n   "
+        " pass\n",
         keyboard=True,
     )
     notebook.asked()
@@ -194,8 +203,8 @@ def test_a_background_run_asks_who_attaches(notebook: Notebook) -> None:
 def test_debug_opens_the_rank_that_failed(notebook: Notebook) -> None:
     """After a cell with --keep its frames are there still."""
     notebook.run(
-        "#pragma taas --gpus 2 --keep\nimport os\n\ndef work(x):\n    y = 2 * x\n    raise ValueError(y)\n\n"
-        "if os.environ['RANK'] == '1':\n    work(21)"
+        "#pragma taas --gpus 2 --keep\nimport os\n\ndef work(x):\n    y = 2 * x\n    raise"
+        " ValueError(y)\n\nif os.environ['RANK'] == '1':\n    work(21)"
     )
     notebook.start("%debug", keyboard=True)
     assert notebook.asked() == "[rank 1] ipdb> "

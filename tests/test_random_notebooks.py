@@ -1,7 +1,8 @@
 """Random notebooks, with and without headers on random cells.
 
-``TAAS_NOTEBOOKS=2000 pytest tests/test_random_notebooks.py --hypothesis-seed=7`` plays more of them, or again. Without the
-variable they are the same in every run. Some cells raise, and later ones miss what those did not get to.
+``TAAS_NOTEBOOKS=2000 pytest tests/test_random_notebooks.py --hypothesis-seed=7`` plays more of
+them, or again. Without the variable they are the same in every run. Some cells raise, and later
+ones miss what those did not get to.
 """
 
 from __future__ import annotations

@@ -68,14 +68,24 @@ def test_the_first_gpu_is_the_ranks_own_where_its_program_takes_it_for_that(
 
 
 FILES = {
-    "wrapping.py": "from torch import nn\ndef wrap(net):\n    return nn.DataParallel(net).to('cuda:0')\n",
+    "wrapping.py": (
+        "from torch import nn\ndef wrap(net):\n    return nn.DataParallel(net).to('cuda:0')\n"
+    ),
     "training.py": "import wrapping as w\ndef train(net):\n    return w.wrap(net)\n",
     "package/__init__.py": "from .inner import wrap\n",
-    "package/inner.py": "from torch.nn import DataParallel\nwrap = lambda net: DataParallel (net)\n",
+    "package/inner.py": (
+        "from torch.nn import DataParallel\nwrap = lambda net: DataParallel (net)\n"
+    ),
     "package/deep/__init__.py": "",
     "package/deep/uses.py": "from ..inner import wrap\n",
-    "asks.py": "from torch import nn\ndef plain(net):\n    return net.module if isinstance(net, nn.DataParallel) else net\n",
-    "either.py": "def wrap(net):\n    return DistributedDataParallel(net) if LOCAL_RANK else DataParallel(net)\n",
+    "asks.py": (
+        "from torch import nn\ndef plain(net):\n    return net.module if isinstance(net,"
+        " nn.DataParallel) else net\n"
+    ),
+    "either.py": (
+        "def wrap(net):\n    return DistributedDataParallel(net) if LOCAL_RANK else"
+        " DataParallel(net)\n"
+    ),
     "circle.py": "import circle, wrapping\n",
     "plain.py": "import torch\n",
     "loaded.py": "def trained(net):\n    import wrapping\n    return wrapping.wrap(net)\n",

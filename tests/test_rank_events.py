@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from taas.runs.events import EVENTS, KINDS, RankEvents, last_written, pack_record
 
 DISPLAY = KINDS.index("display")
-# a text that is itself the bytes of records, which a search for their beginnings would take for some
+# a text that is itself the bytes of records, which a search for their beginnings would take for
+# some
 RECORDS = pack_record(0, b"inner", 0, 0) * 3
 texts = st.one_of(st.text(max_size=200).map(str.encode), st.just(RECORDS), st.just(b"x" * 3000))
 

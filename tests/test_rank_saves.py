@@ -40,7 +40,8 @@ def contents(folder: Path) -> dict[str, str]:
 
 OWN = {"ck__model": "0"}
 ROWS: dict[str, tuple[dict[str, str], dict[str, str], dict[int, dict[str, str]], dict[str, str]]] = {
-    # what was there before, what rank 0 writes, what others write, and what the project lacks of theirs afterwards
+    # what was there before, what rank 0 writes, what others write, and what the project lacks of
+    # theirs afterwards
     "beside a model, as transformers' and accelerate's": ({}, OWN, {1: {"ck__rng_1": "1"}, 2: {"ck__rng_2": "2"}}, {}),
     "in a folder of its own there, as DeepSpeed's": ({}, OWN, {1: {"ck__global_step1__zero_1": "1"}}, {}),
     "saved again over an older one": ({"ck__model": "old", "ck__rng_1": "old"}, OWN, {1: {"ck__rng_1": "1"}}, {}),

@@ -83,32 +83,69 @@ def test_a_rank_reads_its_own_writes_back(run: Run, wall: str):
 
 
 ORDINARY = {
-    "json": "with open('a.json', 'w') as file: json.dump({'a': 1}, file)\nassert json.load(open('a.json')) == {'a': 1}",
-    "append": "open('log', 'a').write('rank 1')\nopen('log', 'a').write('!')\nassert open('log').read() == 'live rank 1!'",
-    "update": "with open('log', 'r+') as file: file.write('L')\nassert open('log').read() == 'Live '",
-    "replace": "new = tempfile.NamedTemporaryFile('w', dir='.', delete=False)\nnew.write('x')\nnew.close()\n"
-    "os.replace(new.name, 'config')\nassert open('config').read() == 'x' and not os.path.exists(new.name)",
-    "temporary": "with tempfile.TemporaryDirectory(dir='.') as name: open(f'{name}/a', 'w').close()\n"
-    "with tempfile.NamedTemporaryFile(dir='.') as file: file.write(b'x')\nassert not os.path.exists(name)",
-    "copies": "os.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nshutil.copytree('a', 'd')\nshutil.copy2('d/b/c', 'e')\n"
-    "shutil.copy('log', 'd/log')\nshutil.move('d', 'moved')\nassert os.listdir('moved/b') == ['c'] and open('e').read() == 'x'",
-    "rmtree": "os.makedirs('a/b', exist_ok=True)\nopen('a/b/c', 'w').close()\nshutil.rmtree('a')\n"
-    "assert not os.path.exists('a')\nos.makedirs('a', exist_ok=True)\nassert os.listdir('a') == []",
-    "logging": "logger = logging.getLogger('x')\nlogger.addHandler(logging.FileHandler('train.log'))\nlogger.error('lost')\n"
-    "logger.addHandler(logging.handlers.RotatingFileHandler('r.log', maxBytes=9, backupCount=2))\n"
-    "for _ in range(3): logger.error('twelve bytes')\n"
-    "assert 'lost' in open('train.log').read() and os.path.exists('r.log.2')",
-    "arrays": "numpy.save('a.npy', numpy.arange(3))\nnumpy.savez('b.npz', a=numpy.arange(3))\nnumpy.arange(3).tofile('c')\n"
-    "assert numpy.load('a.npy')[2] == numpy.load('b.npz')['a'][2] == numpy.fromfile('c', int)[2] == 2",
-    "torch": "os.makedirs('ckpt', exist_ok=True)\ntorch.save({'a': 1}, 'ckpt/last.pt')\nos.replace('ckpt/last.pt', 'ckpt/best.pt')\n"
-    "assert torch.load('ckpt/best.pt') == {'a': 1} and os.listdir('ckpt') == ['best.pt']",
-    "table": "pandas = pytest.importorskip('pandas')\npandas.DataFrame({'a': [1]}).to_csv('t.csv', mode='a')\n"
-    "assert list(pandas.read_csv('t.csv')['a']) == [1]",
-    "figure": "plt = pytest.importorskip('matplotlib.figure')\nplt.Figure().savefig('f.png')\nassert os.path.getsize('f.png')",
-    "archive": "open('a', 'w').close()\nshutil.make_archive('z', 'zip', '.', 'a')\nshutil.unpack_archive('z.zip', 'out')\n"
-    "assert os.listdir('out') == ['a']",
-    "paths": "Path('x/y').mkdir(parents=True)\nPath('x/y/z').touch()\nPath('x/y/z').chmod(0o600)\nPath('x/y/z').rename('x/w')\n"
-    "assert [str(path) for path in Path('x').rglob('*')] == ['x/w', 'x/y'] or sorted(Path('x').iterdir()) == [Path('x/w'), Path('x/y')]",
+    "json": (
+        "with open('a.json', 'w') as file: json.dump({'a': 1}, file)\nassert"
+        " json.load(open('a.json')) == {'a': 1}"
+    ),
+    "append": (
+        "open('log', 'a').write('rank 1')\nopen('log', 'a').write('!')\nassert open('log').read()"
+        " == 'live rank 1!'"
+    ),
+    "update": (
+        "with open('log', 'r+') as file: file.write('L')\nassert open('log').read() == 'Live '"
+    ),
+    "replace": (
+        "new = tempfile.NamedTemporaryFile('w', dir='.',"
+        " delete=False)\nnew.write('x')\nnew.close()\nos.replace(new.name, 'config')\nassert"
+        " open('config').read() == 'x' and not os.path.exists(new.name)"
+    ),
+    "temporary": (
+        "with tempfile.TemporaryDirectory(dir='.') as name: open(f'{name}/a', 'w').close()\nwith"
+        " tempfile.NamedTemporaryFile(dir='.') as file: file.write(b'x')\nassert not"
+        " os.path.exists(name)"
+    ),
+    "copies": (
+        "os.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nshutil.copytree('a',"
+        " 'd')\nshutil.copy2('d/b/c', 'e')\nshutil.copy('log', 'd/log')\nshutil.move('d',"
+        " 'moved')\nassert os.listdir('moved/b') == ['c'] and open('e').read() == 'x'"
+    ),
+    "rmtree": (
+        "os.makedirs('a/b', exist_ok=True)\nopen('a/b/c', 'w').close()\nshutil.rmtree('a')\nassert"
+        " not os.path.exists('a')\nos.makedirs('a', exist_ok=True)\nassert os.listdir('a') == []"
+    ),
+    "logging": (
+        "logger ="
+        " logging.getLogger('x')\nlogger.addHandler(logging.FileHandler('train.log'))\nlogger.error('lost')\nlogger.addHandler(logging.handlers.RotatingFileHandler('r.log',"
+        " maxBytes=9, backupCount=2))\nfor _ in range(3): logger.error('twelve bytes')\nassert"
+        " 'lost' in open('train.log').read() and os.path.exists('r.log.2')"
+    ),
+    "arrays": (
+        "numpy.save('a.npy', numpy.arange(3))\nnumpy.savez('b.npz',"
+        " a=numpy.arange(3))\nnumpy.arange(3).tofile('c')\nassert numpy.load('a.npy')[2] =="
+        " numpy.load('b.npz')['a'][2] == numpy.fromfile('c', int)[2] == 2"
+    ),
+    "torch": (
+        "os.makedirs('ckpt', exist_ok=True)\ntorch.save({'a': 1},"
+        " 'ckpt/last.pt')\nos.replace('ckpt/last.pt', 'ckpt/best.pt')\nassert"
+        " torch.load('ckpt/best.pt') == {'a': 1} and os.listdir('ckpt') == ['best.pt']"
+    ),
+    "table": (
+        "pandas = pytest.importorskip('pandas')\npandas.DataFrame({'a': [1]}).to_csv('t.csv',"
+        " mode='a')\nassert list(pandas.read_csv('t.csv')['a']) == [1]"
+    ),
+    "figure": (
+        "plt = pytest.importorskip('matplotlib.figure')\nplt.Figure().savefig('f.png')\nassert"
+        " os.path.getsize('f.png')"
+    ),
+    "archive": (
+        "open('a', 'w').close()\nshutil.make_archive('z', 'zip', '.',"
+        " 'a')\nshutil.unpack_archive('z.zip', 'out')\nassert os.listdir('out') == ['a']"
+    ),
+    "paths": (
+        "Path('x/y').mkdir(parents=True)\nPath('x/y/z').touch()\nPath('x/y/z').chmod(0o600)\nPath('x/y/z').rename('x/w')\nassert"
+        " [str(path) for path in Path('x').rglob('*')] == ['x/w', 'x/y'] or"
+        " sorted(Path('x').iterdir()) == [Path('x/w'), Path('x/y')]"
+    ),
 }
 """What training programs do in every rank; the project has a file ``log`` from before."""
 
@@ -437,7 +474,8 @@ BELOW_PYTHON = {
         "made/own.safetensors",
     ),
 }
-"""What C code and programs do with what a rank other than 0 wrote, and the path that is explained."""
+"""What C code and programs do with what a rank other than 0 wrote, and the path that is explained.
+"""
 
 
 @pytest.mark.parametrize("what", BELOW_PYTHON)

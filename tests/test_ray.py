@@ -330,9 +330,10 @@ def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
     try:
         _lost(book, node)
         assert (book.folder / "begun.txt").read_text() == "complete"
-        assert {path.name for path in book.folder.iterdir()} <= {"begun.txt", "half.txt"}, (
-            "nothing of taas"
-        )
+        assert {path.name for path in book.folder.iterdir()} <= {
+            "begun.txt",
+            "half.txt",
+        }, "nothing of taas"
         assert cluster.rid_of_taas(60, actors=False), "ranks outlive the way to their notebook"
     finally:
         node.reconnect()
@@ -373,7 +374,7 @@ def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
     _release(cluster, book)
 
 
-# ---------------------------------------------------------------- a version of Ray that has other modules inside
+# --------------------------------------------------- a version of Ray that has other modules inside
 
 _HIDDEN = """
 import sys

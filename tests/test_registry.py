@@ -127,7 +127,11 @@ def test_what_cannot_be_iterated_anew_is_refused(thing: Any) -> None:
     [
         ({"lock": threading.Lock()}, "train.dataset.lock", "_thread.lock"),
         ({"inner": {"db": [threading.Lock()]}}, "train.dataset.inner['db'][0]", "_thread.lock"),
-        ({"file": open(os.devnull)}, "train.dataset.file", "_io.TextIOWrapper"),  # noqa: SIM115, PTH123
+        (
+            {"file": open(os.devnull)},  # noqa: SIM115, PTH123
+            "train.dataset.file",
+            "_io.TextIOWrapper",
+        ),
     ],
     ids=["lock", "nested", "file"],
 )
@@ -192,7 +196,10 @@ def test_names_that_the_cell_binds_are_for_data_processes_alone(
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     names = vars(main)
-    code = "def collate(samples): return offset * factor()\ndef factor(): return 2\noffset = [3]\nmodel = [4]"
+    code = (
+        "def collate(samples): return offset * factor()\ndef factor(): return 2\noffset ="
+        " [3]\nmodel = [4]"
+    )
     exec(code, names)  # a notebook's cell
     loader = names["loader"] = DataLoader(Plain(), collate_fn=names["collate"])
     cell = "offset = [5]\ndef factor(): return 0\nmodel = [6]\nloader"

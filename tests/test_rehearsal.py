@@ -1,6 +1,7 @@
 """What programs written for GPUs do in rehearsed ranks.
 
-* Programs of one rank stand in ``rehearsal_programs.py``, of two ranks in ``rehearsal_programs_ranks.py``.
+* Programs of one rank stand in ``rehearsal_programs.py``, of two ranks in
+  ``rehearsal_programs_ranks.py``.
 * Every line of the table in docs/rehearsal.md is executed.
 * That frameworks train shows the gallery (``test_gallery.py``).
 """

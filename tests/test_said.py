@@ -114,8 +114,9 @@ WAITS = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): t
 @pytest.mark.slow
 def test_stop_says_what_goes_on(alone: Path) -> None:
     """Nothing; another notebook's run; several: each with what to type."""
-    assert terminal("stop").stderr == (
-        "taas: taas stop: no run goes on; taas history says how the last ones ended\n"
+    assert (
+        terminal("stop").stderr
+        == "taas: taas stop: no run goes on; taas history says how the last ones ended\n"
     )
     book = Notebook(alone)
     try:
@@ -287,7 +288,10 @@ def test_the_error_of_a_supervisor_is_its_own(alone: Path) -> None:
     """Not that of an earlier process with the same id, nor what is logged after it."""
     log = log_file(7)
     stamp = time.strftime("%Y-%m-%d %H:%M:%S,000")
-    broke = f"{stamp} ERROR taas: {BROKE_DOWN}\nTraceback (most recent call last):\n  File x\nKeyError: 'x'\n"
+    broke = (
+        f"{stamp} ERROR taas: {BROKE_DOWN}\nTraceback (most recent call last):\n  File x\nKeyError:"
+        " 'x'\n"
+    )
     begin = f"{stamp} INFO taas: process 7 on here\n"
     assert how_it_broke(7) == ""
     log.write_text(begin + broke)

@@ -33,7 +33,12 @@ NOTED = "__annotate__(1)" if sys.version_info >= (3, 14) else "__annotations__"
 """The annotations of names that a cell has bound; from Python 3.14 on a function makes them."""
 TORCH = "import torch, torch.nn as nn\n"
 CALLED = "seen = []\ndef note(*what): seen.append(len(seen))\n"
-HELPER = "import ctypes, logging, threading\nlock = threading.Lock()\nlog = logging.getLogger(__name__)\nlibc = ctypes.CDLL(None)\ncounter = 1\nout = open('out.txt', 'w')\nheld = {'lock': lock, 'n': 1}\nclass Bad:\n    lock, n = lock, 1\n    def __reduce__(self): raise RuntimeError('no')\nbad = Bad()\n"
+HELPER = (
+    "import ctypes, logging, threading\nlock = threading.Lock()\nlog ="
+    " logging.getLogger(__name__)\nlibc = ctypes.CDLL(None)\ncounter = 1\nout = open('out.txt',"
+    " 'w')\nheld = {'lock': lock, 'n': 1}\nclass Bad:\n    lock, n = lock, 1\n    def"
+    " __reduce__(self): raise RuntimeError('no')\nbad = Bad()\n"
+)
 
 ROWS = [
     P("new names", ("x = 1",), "y = x + 1\nz = [y, x]"),

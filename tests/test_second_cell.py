@@ -28,7 +28,9 @@ LEAVE = """
 sys.stdout.flush()
 os._exit(0)
 """
-"""Its processes leave at once: now and then torch aborts in one that ends in the ordinary way, a thread still running."""
+"""Its processes leave at once: now and then torch aborts in one that ends in the ordinary way, a
+thread still running.
+"""
 
 IMPORTS = """
 import json, os, sys, torch, torch.nn as nn
@@ -299,8 +301,8 @@ net.fit(rows, kinds)
 figures(net.history[:, "train_loss"])
 """
 FIT_ON = (
-    TWO
-    + 'net.partial_fit(rows, kinds)\nfigures(net.history[:, "train_loss"], net.accelerator.process_index)'
+    TWO + 'net.partial_fit(rows, kinds)\nfigures(net.history[:, "train_loss"],'
+    " net.accelerator.process_index)"
 )
 
 LIBRARIES = {
@@ -400,9 +402,8 @@ def test_a_librarys_training_goes_on_in_the_next_cell(
 # ---------------------------------------------------------------- what is said before a cell starts
 
 MAKE = (
-    TWO
-    + NET
-    + "sampler = DistributedSampler(data)\nloader = DataLoader(data, batch_size=2, sampler=sampler)\n"
+    TWO + NET + "sampler = DistributedSampler(data)\nloader = DataLoader(data, batch_size=2,"
+    " sampler=sampler)\n"
 )
 WITHOUT = (
     "came back without its DistributedDataParallel: wrap it again in this cell, or use --keep."
@@ -480,7 +481,8 @@ def test_what_is_rank_0s_is_said_before_the_cell_starts(name: str, notebook: Not
     """A line names it, with what to do; there is none where the cell does that already."""
     earlier, cell, line = LINES[name]
     (notebook.folder / "wrapping.py").write_text(
-        "from torch.nn.parallel import DistributedDataParallel\n\ndef wrapped(net):\n    return DistributedDataParallel(net)\n"
+        "from torch.nn.parallel import DistributedDataParallel\n\ndef wrapped(net):\n    return"
+        " DistributedDataParallel(net)\n"
     )
     for each in [IMPORTS, *earlier]:
         notebook.good(each)
@@ -641,14 +643,17 @@ def test_a_trainer_of_as_many_processes_trains_in_all_ranks(fresh: Notebook) -> 
 def test_what_accelerate_prepared_in_a_plain_cell_is_prepared_again(fresh: Notebook) -> None:
     """Then the model has its wrapper, and each rank its share; the optimizer is the one that there was."""
     fresh.good(
-        ACCELERATE + "accelerator = Accelerator(mixed_precision='bf16')\nnet = nn.Linear(1, 1)\n"
-        "net, opt, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data, 2))"
+        ACCELERATE
+        + "accelerator = Accelerator(mixed_precision='bf16')\nnet = nn.Linear(1, 1)\nnet, opt,"
+        " loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1),"
+        " DataLoader(data, 2))"
     )
     assert "net was prepared by accelerate for one process" in fresh.good(TWO + "net(x)").stdout
     ran = fresh.good(
-        TWO.rstrip() + " --output all\nnet, loader = accelerator.prepare(net, loader)\n"
-        "print(type(net).__name__, type(net.module).forward is net.module._original_forward.__func__, len(loader),\n"
-        "      loader.device, opt.param_groups[0]['params'][0] is net.module.weight)\n"
+        TWO.rstrip()
+        + " --output all\nnet, loader = accelerator.prepare(net, loader)\nprint(type(net).__name__,"
+        " type(net.module).forward is net.module._original_forward.__func__, len(loader),\n     "
+        " loader.device, opt.param_groups[0]['params'][0] is net.module.weight)\n"
     )
     seen = "DistributedDataParallel True 4 cuda:{} True\n"
     assert sorted(ran.own.splitlines(True)) == sorted(
@@ -672,14 +677,14 @@ def test_a_cell_that_does_not_train_has_the_model_as_it_came(fresh: Notebook) ->
 def test_objects_of_a_plain_cell_know_their_rank(fresh: Notebook) -> None:
     """Arguments, states and an Accelerator of one process; in the notebook they are that of one process again."""
     fresh.good(
-        HUGGING_FACE + "from accelerate import Accelerator, PartialState\n"
-        "args = TrainingArguments('out', report_to=[])\nstate = PartialState()\n"
-        "accelerator = Accelerator(gradient_accumulation_steps=3)\nsame = accelerator.state\n"
-        "def standing():\n"
-        "    return [args.world_size, args.process_index, args.should_save, args.n_gpu, str(args.device),\n"
-        "            state.process_index, state.is_main_process, accelerator.num_processes,\n"
-        "            accelerator.gradient_accumulation_steps, same is accelerator.state,\n"
-        "            PartialState().__dict__ is state.__dict__]\n"
+        HUGGING_FACE
+        + "from accelerate import Accelerator, PartialState\nargs = TrainingArguments('out',"
+        " report_to=[])\nstate = PartialState()\naccelerator ="
+        " Accelerator(gradient_accumulation_steps=3)\nsame = accelerator.state\ndef standing():\n"
+        "    return [args.world_size, args.process_index, args.should_save, args.n_gpu,"
+        " str(args.device),\n            state.process_index, state.is_main_process,"
+        " accelerator.num_processes,\n            accelerator.gradient_accumulation_steps, same"
+        " is accelerator.state,\n            PartialState().__dict__ is state.__dict__]\n"
     )
     alone = "[1, 0, True, {}, 'cpu', 0, True, 1, 3, True, True]\n"
     before = fresh.good("print(standing())").own
@@ -733,7 +738,7 @@ def test_a_share_of_data_that_comes_to_the_notebook_is_named_once(
         assert SHARE not in notebook.good(TWO + "meet()\nlen(loader)").stdout
 
 
-# ---------------------------------------------------------------- state of the process, ranks that stay, data processes
+# -------------------------------------------- state of the process, ranks that stay, data processes
 
 LIBRARY = """
 class State:
@@ -761,13 +766,14 @@ def test_instances_that_share_a_dict_of_their_class_go_on_sharing_it(
     installed.mkdir()
     (installed / "a_library.py").write_text(LIBRARY)
     notebook.good(
-        f"import sys\nsys.path.append({str(installed)!r})\nfrom a_library import Child, Own, State\n"
-        "one, other, child, own = State('red'), State(), Child(), Own()"
+        f"import sys\nsys.path.append({str(installed)!r})\nfrom a_library import Child, Own,"
+        " State\none, other, child, own = State('red'), State(), Child(), Own()"
     )
     ran = notebook.good(
         TWO
-        + "new = State()\nprint(one.colour, new.colour, child.colour, own.colour, one.__dict__ is State.shared)\n"
-        "new.colour = 'blue'\nown.colour = 'green'\nprint(other.colour, child.colour)\nnewer = Child()"
+        + "new = State()\nprint(one.colour, new.colour, child.colour, own.colour, one.__dict__ is"
+        " State.shared)\nnew.colour = 'blue'\nown.colour = 'green'\nprint(other.colour,"
+        " child.colour)\nnewer = Child()"
     )
     assert ran.own == "red red red own True\nblue blue\n"
     seen = "one.colour, other.colour, child.colour, newer.colour, own.colour, State().colour"
@@ -797,8 +803,8 @@ def test_a_registered_loader_of_rank_0_is_delivered_to_all(notebook: Notebook) -
     """Data processes have a stream for each rank, and nothing is said of the sampler, whatever the number."""
     notebook.good(IMPORTS + "import taas")
     notebook.good(
-        TWO
-        + "meet()\nloader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))"
+        TWO + "meet()\nloader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data,"
+        " shuffle=False))"
     )
     notebook.good("taas.register(loader)")
     ran = notebook.good(

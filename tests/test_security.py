@@ -60,8 +60,9 @@ from taas.wire.ranks import Cell, Workspace
 pytestmark = pytest.mark.slow
 
 WAITING = (
-    "#pragma taas --gpus 2\nimport time, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
-    "print('ready', flush=True)\nwhile not stop.exists(): time.sleep(0.01)\nprint('through')"
+    "#pragma taas --gpus 2\nimport time, torch.distributed as"
+    " dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('ready', flush=True)\nwhile not"
+    " stop.exists(): time.sleep(0.01)\nprint('through')"
 )
 DELIVERED = """#pragma taas --gpus 2 --cpus 1
 steps = iter(loader)

@@ -69,7 +69,10 @@ def test_seed_001_mnist_with_data_parallel(notebook: Notebook, mnist: Path) -> N
     assert notebook.value("type(model).__name__") in ("Net", "DataParallel")
     assert (notebook.folder / "mnist_cnn.pt").exists()
     assert "rank writes" not in ran.stdout
-    same = "all(torch.equal(v.cpu(), torch.load('mnist_cnn.pt')['module.' + k]) for k, v in model.state_dict().items())"
+    same = (
+        "all(torch.equal(v.cpu(), torch.load('mnist_cnn.pt')['module.' + k]) for k, v in"
+        " model.state_dict().items())"
+    )
     assert notebook.value(same) == "True"
 
 
@@ -92,8 +95,10 @@ def test_seed_003_init_by_environment_and_reduce(notebook: Notebook) -> None:
     notebook.good(
         imports
         + "\nclass MyModel(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        + "        self.fc = nn.Linear(3, 1)\n    def forward(self, x):\n        return self.fc(x)\n"
-        + "inputs, labels, criterion = torch.randn(8, 3), torch.randn(8, 1), nn.MSELoss()\ndevice = 'cuda'"
+        + "        self.fc = nn.Linear(3, 1)\n    def forward(self, x):\n        return"
+        " self.fc(x)\n"
+        + "inputs, labels, criterion = torch.randn(8, 3), torch.randn(8, 1), nn.MSELoss()\ndevice ="
+        " 'cuda'"
     )
     body = (
         group

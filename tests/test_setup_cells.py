@@ -25,8 +25,9 @@ class Kept(NamedTuple):
 KEPT = [
     Kept(
         "an accessor of pandas",
-        "import pandas as pd\n@pd.api.extensions.register_series_accessor('geo')\nclass Geo:\n"
-        "    def __init__(self, series): self.series = series\n    def twice(self): return self.series.sum() * 2\n",
+        "import pandas as pd\n@pd.api.extensions.register_series_accessor('geo')\nclass Geo:\n   "
+        " def __init__(self, series): self.series = series\n    def twice(self): return"
+        " self.series.sum() * 2\n",
         "import pandas as pd\nr = int(pd.Series([1, 2]).geo.twice())",
         "AttributeError",
     ),
@@ -45,7 +46,8 @@ KEPT = [
     ),
     Kept(
         "a colormap of matplotlib",
-        "import matplotlib as mpl\nmpl.colormaps.register(mpl.colors.ListedColormap(['red']), name='mine', force=True)",
+        "import matplotlib as mpl\nmpl.colormaps.register(mpl.colors.ListedColormap(['red']),"
+        " name='mine', force=True)",
         "import matplotlib as mpl\nr = mpl.colormaps['mine'](0.5)",
         "KeyError",
     ),
@@ -58,8 +60,8 @@ KEPT = [
     Kept(
         "classes that torch may load",
         "import torch, decimal, io\ntorch.serialization.add_safe_globals([decimal.Decimal])",
-        "import torch, decimal, io\nfile = io.BytesIO()\ntorch.save([decimal.Decimal(1)], file)\nfile.seek(0)\n"
-        "r = torch.load(file, weights_only=True)\ndel file",
+        "import torch, decimal, io\nfile = io.BytesIO()\ntorch.save([decimal.Decimal(1)],"
+        " file)\nfile.seek(0)\nr = torch.load(file, weights_only=True)\ndel file",
         "UnpicklingError",
     ),
 ]
@@ -80,10 +82,14 @@ def test_what_a_library_keeps_is_there_in_ranks(kept: Kept, tmp_path: Path) -> N
 @pytest.mark.usefixtures("oracle")
 def test_it_runs_before_the_names_arrive_and_once(tmp_path: Path) -> None:
     """A name may need it to be rebuilt; what it prints is shown once, and what it binds is the notebook's."""
-    setup = "import codecs\nprint('registered'); seen = []\ncodecs.register_error('early', lambda e: ('?', e.end))"
+    setup = (
+        "import codecs\nprint('registered'); seen = []\ncodecs.register_error('early', lambda e:"
+        " ('?', e.end))"
+    )
     define = (
-        "def make(): return Early()\nclass Early:\n    def __init__(self): self.bytes = 'ä'.encode('ascii', 'early')\n"
-        "    def __reduce__(self): return make, ()\nearly = Early()\nseen.append(1); alias = seen"
+        "def make(): return Early()\nclass Early:\n    def __init__(self): self.bytes ="
+        " 'ä'.encode('ascii', 'early')\n    def __reduce__(self): return make, ()\nearly ="
+        " Early()\nseen.append(1); alias = seen"
     )
     cell = "seen.append(early.bytes); mine = seen"
     program = Program(
@@ -201,9 +207,9 @@ def test_data_processes_run_them(cells: Notebook) -> None:
         SETUP + "import codecs\ncodecs.register_error('data', lambda error: ('?', error.end))"
     )
     cells.good(
-        "import taas, torch\nclass Words(torch.utils.data.Dataset):\n    def __len__(self): return 8\n"
-        "    def __getitem__(self, at): return len(('ä' * at).encode('ascii', 'data'))\n"
-        "words = torch.utils.data.DataLoader(Words(), batch_size=1)\ntaas.register(words)"
+        "import taas, torch\nclass Words(torch.utils.data.Dataset):\n    def __len__(self): return"
+        " 8\n    def __getitem__(self, at): return len(('ä' * at).encode('ascii', 'data'))\nwords ="
+        " torch.utils.data.DataLoader(Words(), batch_size=1)\ntaas.register(words)"
     )
     cells.good("#pragma taas --gpus 2 --cpus 1\nseen = [int(batch[0]) for batch in words]")
     cells.good("taas.unregister(words)")

@@ -51,7 +51,10 @@ def test_sharded_values_are_whole_or_named(notebook: Notebook) -> None:
     assert "full_tensor()" in said
     assert "full_state_dict=True" in said
     assert notebook.value("[n for n in ('sharded', 'held', 'fsdp') if n in globals()]") == "[]"
-    plain = "all(type(p) is nn.Parameter and p.shape == before[n].shape for n, p in net.named_parameters())"
+    plain = (
+        "all(type(p) is nn.Parameter and p.shape == before[n].shape for n, p in"
+        " net.named_parameters())"
+    )
     assert notebook.value(plain) == "True"
     assert (
         notebook.value("all(value.equal(before[n]) for n, value in net.state_dict().items())")
@@ -62,11 +65,13 @@ def test_sharded_values_are_whole_or_named(notebook: Notebook) -> None:
         == "[[1, 2], [1, 4], [1, 4]]"
     )
     assert notebook.value("[m.weight.shape == (4, 4) for m in (one, two)]") == "[True, True]"
-    assert notebook.value(
-        "type(replicated), replicated.equal(numbers), gathered.equal(numbers)"
-    ) == ("<class 'torch.Tensor'> True True")
-    assert notebook.value("type(alone.weight) is nn.Parameter, alone.weight.grad.shape") == (
-        "True torch.Size([2, 2])"
+    assert (
+        notebook.value("type(replicated), replicated.equal(numbers), gathered.equal(numbers)")
+        == "<class 'torch.Tensor'> True True"
+    )
+    assert (
+        notebook.value("type(alone.weight) is nn.Parameter, alone.weight.grad.shape")
+        == "True torch.Size([2, 2])"
     )
 
 

@@ -119,7 +119,10 @@ READ_AT_IMPORT = {
 def test_settings_of_compilers_hold_in_ranks(notebook: Notebook) -> None:
     """Variables that torch's compiler reads at import have effect in ranks, and none when they are gone."""
     sets = "\n".join(f"os.environ[{name!r}] = '1'" for name in READ_AT_IMPORT)
-    seen = f"#pragma taas --gpus 2\nimport torch._inductor.config\nprint(({', '.join(READ_AT_IMPORT.values())}))"
+    seen = (
+        "#pragma taas --gpus 2\nimport"
+        f" torch._inductor.config\nprint(({', '.join(READ_AT_IMPORT.values())}))"
+    )
     notebook.good(f"import os\n{sets}")
     assert notebook.good(seen).own == "(True, True, True, True)\n"
     notebook.good(f"for name in {[*READ_AT_IMPORT]}: del os.environ[name]")

@@ -107,7 +107,9 @@ def test_a_folder_that_cannot_be_written_is_named(ipython_dir: Path) -> None:
 
 SIGNALS = {
     "SIGCHLD blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])",
-    "all blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGINT})",
+    "all blocked": (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGINT})"
+    ),
     "SIGCHLD ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     "SIGTERM, SIGQUIT and SIGALRM ignored": (
         "for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGALRM): "
@@ -121,9 +123,10 @@ SIGNALS = {
 def test_processes_begin_with_clean_signals(tmp_path: Path, what: str) -> None:
     """Runs begin and end, also where another one follows, and data workers are there; ranks have the mask of a script."""
     again = (
-        "#pragma taas --gpus 2 --cpus 1\nimport os, signal\ntotal = sum(len(batch) for batch in loader)\n"
-        "ignored = [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN]\n"
-        "print(signal.pthread_sigmask(signal.SIG_BLOCK, []), sorted(ignored) == [signal.SIGPIPE, signal.SIGXFSZ])"
+        "#pragma taas --gpus 2 --cpus 1\nimport os, signal\ntotal = sum(len(batch) for batch in"
+        " loader)\nignored = [n for n in signal.valid_signals() if signal.getsignal(n) =="
+        " signal.SIG_IGN]\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, []), sorted(ignored) =="
+        " [signal.SIGPIPE, signal.SIGXFSZ])"
     )
     loader = (
         "from torch.utils.data import DataLoader\nimport taas\n"
@@ -139,7 +142,7 @@ def test_processes_begin_with_clean_signals(tmp_path: Path, what: str) -> None:
 GONE = {
     "removed": "shutil.rmtree(folder)",
     "made anew": "shutil.rmtree(folder); os.mkdir(folder)",
-    "made anew, and filled": ("shutil.rmtree(folder); os.mkdir(folder); os.mkdir(folder + '/in')"),
+    "made anew, and filled": "shutil.rmtree(folder); os.mkdir(folder); os.mkdir(folder + '/in')",
     "moved": "os.rename(folder, folder + '-2'); folder += '-2'",
 }
 """What may become of the folder in which taas was first used."""

@@ -152,7 +152,10 @@ def test_of_many_ranks_the_view_reads_only_the_odd(make: Make, how: str) -> None
         prints(record, f"said by {rank}.\n", rank)
     said = re.compile(r"said by (\d+)\.")
     assert said.findall(watched(record).html) == ["0", "7"]
-    rest = f"ranks 1–6, 8–{_MANY_RANKS - 1}: state and use only, in a run of so many ranks; %taas status r1"
+    rest = (
+        f"ranks 1–6, 8–{_MANY_RANKS - 1}: state and use only, in a run of so many ranks; %taas"
+        " status r1"
+    )
     assert rest in watched(record).html
     assert len(said.findall(in_full(record).text)) == _MANY_RANKS
     over = msgspec.structs.replace(record, state="over", outcome="done", ended=1010.0)
@@ -249,8 +252,8 @@ def test_old_runs_make_room(make: Make) -> None:
 def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> None:
     """A calm run shows one line; its last state is what the notebook keeps."""
     notebook.start(
-        "#pragma taas --gpus 2 --name calm\nimport os, time\nprint('x' * (1 + int(os.environ['RANK'])))\n"
-        "while not os.path.exists('seen'): time.sleep(0.05)"
+        "#pragma taas --gpus 2 --name calm\nimport os, time\nprint('x' * (1 +"
+        " int(os.environ['RANK'])))\nwhile not os.path.exists('seen'): time.sleep(0.05)"
     )
     notebook.wait_for("x\n")
     deadline = time.monotonic() + 120
@@ -339,7 +342,8 @@ def test_the_finished_notebook_reads_well(finished: Any) -> None:
 def test_what_other_ranks_draw_opens_in_their_row(notebook: Notebook) -> None:
     """When the run is over; what rank 0 draws stands in the cell."""
     ran = notebook.good(
-        "#pragma taas --gpus 2\nimport os, matplotlib.pyplot as plt\nplt.plot([0, int(os.environ['RANK'])])\nplt.show()"
+        "#pragma taas --gpus 2\nimport os, matplotlib.pyplot as plt\nplt.plot([0,"
+        " int(os.environ['RANK'])])\nplt.show()"
     )
     [row_0, row_1] = re.findall(r"<tr.*?</tr>", ran.updates[-1]["data"]["text/html"])[1:]
     assert "data:image/png" not in row_0

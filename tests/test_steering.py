@@ -54,7 +54,10 @@ def test_the_status_table_is_live(notebook: Notebook) -> None:
 
 def test_the_verbs_are_these() -> None:
     """The contract's list."""
-    names = "status logs stop stacks attach top history recover export engine config setup types run install release doctor"
+    names = (
+        "status logs stop stacks attach top history recover export engine config setup types run"
+        " install release doctor"
+    )
     assert list(VERBS) == names.split()
     assert all(verb in help_text() for verb in VERBS)
 
@@ -131,8 +134,8 @@ def test_the_notebook_teaches(notebook: Notebook) -> None:
 def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
     """What the cell did not show is kept, tagged with its rank."""
     ran = notebook.good(
-        "#pragma taas --gpus 2 --name kept\nimport os\n"
-        "for i in range(5000): print(os.environ['RANK'], i)\nstatus = os.system('echo from a shell')"
+        "#pragma taas --gpus 2 --name kept\nimport os\nfor i in range(5000):"
+        " print(os.environ['RANK'], i)\nstatus = os.system('echo from a shell')"
     )
     expected = "".join(f"0 {i}\n" for i in range(5000)) + "from a shell\n"
     assert ran.own == expected
@@ -148,8 +151,9 @@ def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
 def test_top_is_drawn_anew(notebook: Notebook) -> None:
     """In a terminal until the run is over, in a notebook as a display: its ranks, a row each, with their last lines."""
     notebook.good(
-        "#pragma taas --gpus 2 --background --name drawn\nimport os, time\nfrom pathlib import Path\n"
-        "print('here is', os.environ['RANK'])\nwhile not Path('end').exists(): time.sleep(0.05)"
+        "#pragma taas --gpus 2 --background --name drawn\nimport os, time\nfrom pathlib import"
+        " Path\nprint('here is', os.environ['RANK'])\nwhile not Path('end').exists():"
+        " time.sleep(0.05)"
     )
     ours, its = pty.openpty()
     command = [sys.executable, "-m", "taas.cli", "top", "drawn"]

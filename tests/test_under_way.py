@@ -10,10 +10,14 @@ from oracle import play, row, together
 
 P = row
 TORCH = "import torch, torch.nn as nn\n"
-BARS = "from tqdm import tqdm\nhow = {'bar_format': '{desc}{n}/{total}{postfix}', 'mininterval': 0, 'miniters': 1}\n"
-SCALED = TORCH + (
-    "torch.manual_seed(1); net = nn.Linear(2, 1); opt = torch.optim.SGD([net.weight], lr=.1); x = torch.ones(1, 2)\n"
-    "s = torch.amp.GradScaler('cpu', init_scale=8.)\n"
+BARS = (
+    "from tqdm import tqdm\nhow = {'bar_format': '{desc}{n}/{total}{postfix}', 'mininterval': 0,"
+    " 'miniters': 1}\n"
+)
+SCALED = (
+    TORCH
+    + "torch.manual_seed(1); net = nn.Linear(2, 1); opt = torch.optim.SGD([net.weight], lr=.1); x ="
+    " torch.ones(1, 2)\ns = torch.amp.GradScaler('cpu', init_scale=8.)\n"
 )
 
 UNDER_WAY = [

@@ -67,7 +67,8 @@ def test_a_damaged_record_is_no_run(tmp_path: Path) -> None:
 def test_a_client_says_it(notebook: Notebook) -> None:
     """The supervisor, and the run that goes on, are what they were."""
     notebook.start(
-        "#pragma taas --gpus 2 --name goes\nimport time\nprint('ready', flush=True)\ntime.sleep(600)"
+        "#pragma taas --gpus 2 --name goes\nimport time\nprint('ready',"
+        " flush=True)\ntime.sleep(600)"
     )
     notebook.wait_for("ready")
     pid = notebook.processes().supervisor[0].pid

@@ -50,12 +50,19 @@ CELLS = (
     "for step in tqdm(range(5), desc='train'): pass",
     "with tqdm(total=10) as bar:\n    for step in range(4): bar.update(2)\ndel bar",
     "from tqdm.auto import tqdm as automatic\nfor step in automatic(range(5)): pass",
-    "box = widgets.VBox([widgets.IntSlider(value=3), widgets.HTML('<b>x</b>')])\n"
-    "box.children[0].value = 5\ndisplay(box)",
-    "picture = widgets.Image(value=bytes(range(256)))\ndisplay(picture)\npicture.value = b'x' * 1000",
-    "box = widgets.VBox([of(options=['a', 'b', 'c']) for of in (widgets.Dropdown, widgets.RadioButtons,"
-    " widgets.ToggleButtons, widgets.SelectionSlider)])\nfor one in box.children: one.value = 'b'\n"
-    "box.children[0].options = ['x']\ndisplay(box)",
+    (
+        "box = widgets.VBox([widgets.IntSlider(value=3), widgets.HTML('<b>x</b>')])\n"
+        "box.children[0].value = 5\ndisplay(box)"
+    ),
+    (
+        "picture = widgets.Image(value=bytes(range(256)))\ndisplay(picture)\npicture.value = b'x' *"
+        " 1000"
+    ),
+    (
+        "box = widgets.VBox([of(options=['a', 'b', 'c']) for of in (widgets.Dropdown,"
+        " widgets.RadioButtons, widgets.ToggleButtons, widgets.SelectionSlider)])\nfor one in"
+        " box.children: one.value = 'b'\nbox.children[0].options = ['x']\ndisplay(box)"
+    ),
     "display(widgets.interactive(lambda opt: None, opt=['a', 'b']))",
 )
 
@@ -68,8 +75,9 @@ def test_the_front_end_has_the_same_models(tmp_path: Path) -> None:
 def test_the_notebooks_own_widgets_change(notebook: Notebook) -> None:
     """A widget of an earlier cell changes while the cell runs; the notebook's observers hear of it, and stay."""
     notebook.good(
-        "seen = []\nslider = widgets.IntSlider()\nslider.observe(lambda change: seen.append(change['new']), 'value')\n"
-        "button = widgets.Button()\nbutton.on_click(lambda _: seen.append('click'))"
+        "seen = []\nslider = widgets.IntSlider()\nslider.observe(lambda change:"
+        " seen.append(change['new']), 'value')\nbutton = widgets.Button()\nbutton.on_click(lambda"
+        " _: seen.append('click'))"
     )
     notebook.good(HEAD + "slider.value = 12\nbutton.description = 'changed'")
     notebook.good("slider.value += 1\nbutton.click()")
@@ -121,7 +129,8 @@ def test_widgets_of_the_cell_are_the_notebooks_afterwards(notebook: Notebook) ->
 def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Path) -> None:
     """There their models are made anew; where they are already, nothing is set back."""
     notebook.good(
-        "#pragma taas --gpus 1 --name bars\nfor step in tqdm(range(5)): pass\nkept = widgets.IntText(value=1)"
+        "#pragma taas --gpus 1 --name bars\nfor step in tqdm(range(5)): pass\nkept ="
+        " widgets.IntText(value=1)"
     )
     notebook.good("kept.value = 7\n%taas attach bars")
     assert notebook.value("kept.value") == "7"
@@ -138,4 +147,4 @@ def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Pa
         other.close()
 
 
-# ---------------------------------------------------------------- bars and tables that a library draws live
+# -------------------------------------------------------- bars and tables that a library draws live

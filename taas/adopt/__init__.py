@@ -1,11 +1,13 @@
 """Programs as people have them, in ranks that are there already.
 
-``install`` is called once in each rank, before anything of the user's is unpickled, and ``finish`` when the
-cell has ended. Nothing here starts a process, opens a connection or imports a library until the program
-needs it.
+``install`` is called once in each rank, before anything of the user's is unpickled, and ``finish``
+when the cell has ended. Nothing here starts a process, opens a connection or imports a library
+until the program needs it.
 
-* ``rendezvous``: the rank's place and the run's store; whatever meeting point and backend a program brings, the run's hold.
-* ``launchers``: they run their function in the ranks instead of new processes; rich's bars are displays.
+* ``rendezvous``: the rank's place and the run's store; whatever meeting point and backend a program
+  brings, the run's hold.
+* ``launchers``: they run their function in the ranks instead of new processes; rich's bars are
+  displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, the others find it there.
 * ``own_gpu``: which GPU is this rank's, in all of its threads.
@@ -40,7 +42,8 @@ _meeting: rendezvous.Rendezvous | None = None
 def install(membership: Membership, backend: str | None = None) -> None:
     """Make this process a rank in which programs written for other launchers run.
 
-    ``taas.rehearsal``, if it stands in for the GPUs, is installed first. ``backend`` is used whatever the program asks for.
+    ``taas.rehearsal``, if it stands in for the GPUs, is installed first. ``backend`` is used
+    whatever the program asks for.
     """
     if backend is not None:
         rendezvous.choose_backend(backend)

@@ -1,13 +1,14 @@
 """``nn.DataParallel`` in a run of several ranks: one process a GPU, with DataParallel's own meaning.
 
-Natively it copies the module to every GPU, gives each copy a slice of the batch, and gathers the outputs.
-Here the copies are the ranks. Every rank runs the whole program and loads the whole batch; inside the
-wrapped module it computes its slice only; outputs are gathered, so the loss is that of the whole batch on
-every rank, and gradients are summed once on the way back (``replica_group``). Parameters, buffers and
-random states are rank 0's from the wrap on; buffers stay replica 0's, as DataParallel keeps them.
+Natively it copies the module to every GPU, gives each copy a slice of the batch, and gathers the
+outputs. Here the copies are the ranks. Every rank runs the whole program and loads the whole batch;
+inside the wrapped module it computes its slice only; outputs are gathered, so the loss is that of
+the whole batch on every rank, and gradients are summed once on the way back (``replica_group``).
+Parameters, buffers and random states are rank 0's from the wrap on; buffers stay replica 0's, as
+DataParallel keeps them.
 
-The class is changed in place: ``isinstance(model, nn.DataParallel)``, subclasses and instances that came
-with the notebook's names all hold.
+The class is changed in place: ``isinstance(model, nn.DataParallel)``, subclasses and instances that
+came with the notebook's names all hold.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from taas.errors import CannotAdopt, RanksDisagree
 from taas.wording import ranks_in_words, text_of
 
 ADVICE = (
-    "nn.DataParallel runs as {size} ranks: each computes 1/{size} of every batch, but loads the whole batch. "
-    "DistributedDataParallel with a DistributedSampler, or a loader registered with taas.register(), is faster."
+    "nn.DataParallel runs as {size} ranks: each computes 1/{size} of every batch, but loads the"
+    " whole batch. DistributedDataParallel with a DistributedSampler, or a loader registered with"
+    " taas.register(), is faster."
 )
 CLOSE_SECONDS = 5.0
 GRACE_SECONDS = 2.0
@@ -53,10 +55,10 @@ SAMPLED_ELEMENTS = 4096
 SAMPLED_ROWS = 64
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 SAME_BATCH = (
-    "Every rank of a run with nn.DataParallel must load the same batches, and call the model equally often, under no "
-    "condition that depends on the rank. Seed what draws them, before the DataLoader is made (torch.manual_seed(0), and "
-    "random.seed / numpy.random.seed where they are used), or give each rank its own share: DistributedDataParallel with a "
-    "DistributedSampler."
+    "Every rank of a run with nn.DataParallel must load the same batches, and call the model"
+    " equally often, under no condition that depends on the rank. Seed what draws them, before the"
+    " DataLoader is made (torch.manual_seed(0), and random.seed / numpy.random.seed where they are"
+    " used), or give each rank its own share: DistributedDataParallel with a DistributedSampler."
 )
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
@@ -71,10 +73,12 @@ class Replicas:
         """Above 0 while a replica's pass is computed."""
         self._passes = 0
         self.group: ReplicaGroup | None = None
-        # The one before, which has ended. Its destructor can wait, holding the GIL, for threads of gloo's that may want the GIL
-        # to give back the last collective's tensors; once there is another one they have long been done.
+        # The one before, which has ended. Its destructor can wait, holding the GIL, for threads of
+        # gloo's that may want the GIL to give back the last collective's tensors; once there is
+        # another one they have long been done.
         self.past: ReplicaGroup | None = None
-        # by module its number in the program, and where that had put it, if that is another rank's GPU
+        # by module its number in the program, and where that had put it, if that is another rank's
+        # GPU
         self._modules: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device | None]] = (
             weakref.WeakKeyDictionary()
         )
@@ -97,7 +101,8 @@ class Replicas:
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
         """Make a module that is to be divided the same on every rank; return its number, and where it was meant to be.
 
-        ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own, so it is moved there.
+        ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own, so it
+        is moved there.
         """
         known, device = self._modules.get(module), _device_of(module)
         number, home = known or (len(self._modules), None)
@@ -138,10 +143,10 @@ class Replicas:
     def _own_random_numbers(self) -> Iterator[None]:
         """Draw from this rank's own stream inside, and leave the program's as it was.
 
-        Dropout draws as many numbers as the slice has elements, and slices differ; drawn from the program's own
-        stream (the one that shuffles, on CPU) they would lead the ranks to different batches. The stream inside
-        follows from the program's state, the rank, and the count of passes since that state changed: the same
-        seed gives the same run again.
+        Dropout draws as many numbers as the slice has elements, and slices differ; drawn from the
+        program's own stream (the one that shuffles, on CPU) they would lead the ranks to different
+        batches. The stream inside follows from the program's state, the rank, and the count of
+        passes since that state changed: the same seed gives the same run again.
         """
         outside = states_of_generators(cuda=self.cuda)
         origin = zlib.crc32(outside["torch"])
@@ -216,9 +221,10 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
             if getattr(type(self), name) is not getattr(nn.DataParallel, name)
         ]:
             raise CannotAdopt(
-                f"{type(self).__name__} changes {', '.join(own)} of nn.DataParallel, which ranks would not follow. Use "
-                "nn.DataParallel itself or DistributedDataParallel, or run the cell in one process (#!TYPE without "
-                "--gpus), which sees all GPUs of the machine."
+                f"{type(self).__name__} changes {', '.join(own)} of nn.DataParallel, which ranks"
+                " would not follow. Use nn.DataParallel itself or DistributedDataParallel, or run"
+                " the cell in one process (#!TYPE without --gpus), which sees all GPUs of the"
+                " machine."
             )
         # An instance that the notebook made without a GPU has no ``dim``.
         home = getattr(self, "_taas_home", None)
@@ -243,8 +249,8 @@ def _data_parallel(
 def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
     """Recompute activations without reentering autograd.
 
-    A reentrant checkpoint runs part of the module again in the backward pass, outside of the replica, on the
-    module's own parameters: their gradients would be this rank's share alone.
+    A reentrant checkpoint runs part of the module again in the backward pass, outside of the
+    replica, on the module's own parameters: their gradients would be this rank's share alone.
     """
     module: Any = sys.modules["torch.utils.checkpoint"]
     native = module.CheckpointFunction.apply
@@ -264,7 +270,7 @@ def _device_of(module: nn.Module) -> torch.device:
     return first.device if first is not None else torch.device("cpu")
 
 
-# ---------------------------------------------------------------- one forward pass: compute the own slice, agree with the others, gather
+# --------------------------- one forward pass: compute the own slice, agree with the others, gather
 
 
 class ReplicaPass:
@@ -279,8 +285,9 @@ class ReplicaPass:
         self._number, module_number = place
         mode = "training" if module.training else "evaluating"
         self._place = f"module {module_number}, {mode}{'' if self._grad else ', without gradients'}"
-        # what it tells the others, beside the batch: the outputs' shapes, and whether they have gradients; which buffers
-        # replica 0 may have changed, of no meaning from others; class and text of an exception
+        # what it tells the others, beside the batch: the outputs' shapes, and whether they have
+        # gradients; which buffers replica 0 may have changed, of no meaning from others; class and
+        # text of an exception
         self._outputs: list[tuple[tuple[int, ...], bool]] = []
         self._buffers: list[str] = []
         self._failure: tuple[str, str] | None = None
@@ -293,12 +300,13 @@ class ReplicaPass:
     def compute(self) -> None:
         """Run the module on this rank's slice; an exception is kept until the others know of it.
 
-        A rank for which no sample is left runs it on replica 0's, and gives nothing of it: so all have one structure, and
-        one graph.
+        A rank for which no sample is left runs it on replica 0's, and gives nothing of it: so all
+        have one structure, and one graph.
         """
         slices, weights = self._enter()
         own_args, own_kwargs = map_tensors(self._batch, lambda _: slices.pop(0))
-        # Replica 0 alone works on the module's own buffers; what a forward pass puts in their place is lost, as in DataParallel.
+        # Replica 0 alone works on the module's own buffers; what a forward pass puts in their place
+        # is lost, as in DataParallel.
         buffers = dict(self._module.named_buffers())
         versions = {name: buffer._version for name, buffer in buffers.items()}
         weights |= (
@@ -310,16 +318,18 @@ class ReplicaPass:
                 leaf for leaf in leaves(self._output) if not isinstance(leaf, Tensor | None)
             ):
                 raise CannotAdopt(
-                    f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
-                    "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
+                    f"{type(self._module).__name__} returned a {type(strange).__name__};"
+                    " nn.DataParallel gathers tensors, None, and tuples, lists and dicts of them."
+                    " Return a tensor instead."
                 )
             self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
         except (
             Exception
         ) as error:  # every rank must hear of it, or the others would wait in the exchange
             self._error, self._failure = error, (type(error).__name__, text_of(error))
-        # Batch norm's kernels update running statistics without a new version, so while training small buffers count as
-        # changed; a large one (a mask, a table of positions) is no statistic.
+        # Batch norm's kernels update running statistics without a new version, so while training
+        # small buffers count as changed; a large one (a mask, a table of positions) is no
+        # statistic.
         self._buffers = [
             name
             for name, buffer in buffers.items()
@@ -334,7 +344,8 @@ class ReplicaPass:
             self._ways,
             0 if self._idle else self._group.rank,
         )
-        # Copies: a module that changes its input in place would change the batch, differently on each rank.
+        # Copies: a module that changes its input in place would change the batch, differently on
+        # each rank.
         slices = [
             (tensor if way is None else way.of(tensor, mine))
             .detach()
@@ -373,8 +384,9 @@ class ReplicaPass:
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if drew and len(failed) < len(failures):
             raise RanksDisagree(
-                f"Rank 0 and {ranks_in_words(drew)} drew different batches at forward pass {self._number} of "
-                f"nn.DataParallel (rank 0: {batches[0][0]}; rank {drew[0]}: {batches[drew[0]][0]}). {SAME_BATCH}"
+                f"Rank 0 and {ranks_in_words(drew)} drew different batches at forward pass"
+                f" {self._number} of nn.DataParallel (rank 0: {batches[0][0]}; rank {drew[0]}:"
+                f" {batches[drew[0]][0]}). {SAME_BATCH}"
             )
         if self._error is not None:
             raise self._error
@@ -394,8 +406,9 @@ class ReplicaPass:
         """Join the ranks' outputs, those that some rank has a gradient for in one crossing."""
         if len(counts := {len(outputs) for outputs in described}) > 1:
             raise CannotAdopt(
-                f"The replicas of nn.DataParallel returned different numbers of tensors ({counts}), so they cannot be "
-                "gathered. Return the same structure for every slice of the batch."
+                f"The replicas of nn.DataParallel returned different numbers of tensors ({counts}),"
+                " so they cannot be gathered. Return the same structure for every slice of the"
+                " batch."
             )
         every = list(zip(*described, strict=True))
         ways = [self._way([shape for shape, _ in outputs]) for outputs in every]
@@ -423,8 +436,9 @@ class ReplicaPass:
     def _crossed(self, ways: Sequence[Slices], rows: Sequence[Tensor]) -> Sequence[Tensor]:
         if self._token is None:
             raise CannotAdopt(
-                f"The output of {type(self._module).__name__} depends on parameters that are not its own, so "
-                "nn.DataParallel over ranks cannot sum their gradients. Register them in the module."
+                f"The output of {type(self._module).__name__} depends on parameters that are not"
+                " its own, so nn.DataParallel over ranks cannot sum their gradients. Register them"
+                " in the module."
             )
         crossing = Crossing(self._group, tuple(ways), self._device)
         return Outward.apply(crossing, self._token, *rows)  # type: ignore[no-any-return]
@@ -442,9 +456,10 @@ def _described(batch: Any) -> tuple[str, int]:
     number = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors], plain)).encode())
     for part in [_some(t.detach()) for t in tensors if t.layout == torch.strided]:
         number = zlib.crc32(part.cpu().numpy().data, number)
-    return ", ".join(
-        "x".join(map(str, t.shape)) or "scalar" for t in tensors
-    ) or "no tensor", number
+    return (
+        ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors) or "no tensor",
+        number,
+    )
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """One rank downloads, the others find it there.
 
-Half of the runs break in which several ranks download one MNIST into one folder: the second finds the files
-of the first half written. Here the datasets of torchvision that are made with ``download=True``,
-``torchvision.datasets.utils``' download functions, and those of ``torch.hub`` take turns.
+Half of the runs break in which several ranks download one MNIST into one folder: the second finds
+the files of the first half written. Here the datasets of torchvision that are made with
+``download=True``, ``torchvision.datasets.utils``' download functions, and those of ``torch.hub``
+take turns.
 
-Inside the project the first is rank 0, the only rank that writes there; outside it is the first rank of each VM. The others
-wait until it has ended, through the run's store; then they go on together, or, if it failed or wrote where they cannot see,
-one after another. A lock keeps out other runs of this user that write meanwhile. Every wait is bounded.
+Inside the project the first is rank 0, the only rank that writes there; outside it is the first
+rank of each VM. The others wait until it has ended, through the run's store; then they go on
+together, or, if it failed or wrote where they cannot see, one after another. A lock keeps out other
+runs of this user that write meanwhile. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class Turns:
     def take(self, place: Path, what: str) -> Iterator[bool]:
         """Wait for this rank's turn at ``place``, and have it inside; gives whether it is done already, where it is seen.
 
-        ``what`` is done there, in words that are the same on every rank. TimeoutError: somebody has held the place for an hour.
+        ``what`` is done there, in words that are the same on every rank. TimeoutError: somebody has
+        held the place for an hour.
         """
         if hasattr(self._own, "done"):  # within another turn of this thread
             yield self._own.done
@@ -156,7 +159,8 @@ class Turns:
             return False
         if not me.wait_for(name, "ended", END_SECONDS):
             raise TimeoutError(
-                f"Rank {leader} has not finished {what} within an hour. Stop the run and look at it."
+                f"Rank {leader} has not finished {what} within an hour. Stop the run and look"
+                " at it."
             )
         return me.store(name).get("ended") == b"done"
 
@@ -173,7 +177,8 @@ def _locked(place: Path, project: Path) -> contextlib.AbstractContextManager[Any
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():  # anybody may make a name in /tmp first
         raise PermissionError(
-            f"{folder}, where your runs wait for each other's downloads, was made by another user, who could hold them "
-            "up. Have it removed, or set TMPDIR or JUPYTER_RUNTIME_DIR to a folder of your own."
+            f"{folder}, where your runs wait for each other's downloads, was made by another user,"
+            " who could hold them up. Have it removed, or set TMPDIR or JUPYTER_RUNTIME_DIR to a"
+            " folder of your own."
         )
     return FileLock(folder / f"{zlib.crc32(str(place).encode()):08x}.lock", END_SECONDS, 0o600)

@@ -1,16 +1,19 @@
 """Launchers in ranks that are there already, and other libraries' as the program imports them.
 
-A program written for one process per GPU starts these processes itself. In a rank that would give N times N
-of them. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` and then waits, as the parent
-does, until all have run it. A run of one rank, a process that sees all GPUs of its type, starts real children.
+A program written for one process per GPU starts these processes itself. In a rank that would give N
+times N of them. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` and then
+waits, as the parent does, until all have run it. A run of one rank, a process that sees all GPUs of
+its type, starts real children.
 
-What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may change
-them; and a spawn that doesn't train (a pool that prepares data) looks like one that does. What processes would share (a
-queue, a tensor in shared memory, an event) is refused by name. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
-never touched, and a launcher started as a command of its own (``!torchrun``) is not seen here; a rehearsal refuses it.
+What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may
+change them; and a spawn that doesn't train (a pool that prepares data) looks like one that does.
+What processes would share (a queue, a tensor in shared memory, an event) is refused by name.
+``multiprocessing.Process``, ``Pool`` and DataLoader workers are never touched, and a launcher
+started as a command of its own (``!torchrun``) is not seen here; a rehearsal refuses it.
 
-Lightning needs nothing to find its ranks (torchrun's environment is there) but the number of VMs, and its
-strategies that fork (``ddp_notebook``, ``ddp_spawn``) must not. rich's live displays become IPython's.
+Lightning needs nothing to find its ranks (torchrun's environment is there) but the number of VMs,
+and its strategies that fork (``ddp_notebook``, ``ddp_spawn``) must not. rich's live displays become
+IPython's.
 """
 
 from __future__ import annotations
@@ -105,8 +108,9 @@ def _refuse_elastic(module: Any, membership: Membership) -> None:
 
     def launch_agent(*args: Any, **kwargs: Any) -> Any:
         raise CannotAdopt(
-            f"torchrun (torch.distributed.launcher) was called in a rank: each of the {membership.world_size} ranks of "
-            "this run would start processes of its own. The ranks are there already: call the training function itself."
+            "torchrun (torch.distributed.launcher) was called in a rank: each of the"
+            f" {membership.world_size} ranks of this run would start processes of its own. The"
+            " ranks are there already: call the training function itself."
         )
 
     module.launch_agent = membership.in_rank(native, launch_agent)
@@ -162,8 +166,10 @@ class Adopter:
         ``what`` is the launcher's name, for messages; ``args`` are what the body gets besides.
 
         Raises:
-            CannotAdopt: more processes than ranks on a VM, one launcher inside another, or an argument that processes share.
-            ProcessRaisedException: another rank's ``body`` failed (its own error is the one to read).
+            CannotAdopt: more processes than ranks on a VM, one launcher inside another, or an
+                argument that processes share.
+            ProcessRaisedException: another rank's ``body`` failed (its own error is the one to
+                read).
         """
         self._refuse(what, processes, args)
         prefix, had_group = self.membership.numbered("spawn"), dist.is_initialized()
@@ -179,12 +185,13 @@ class Adopter:
                 raise
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
-        # As long as the training, which has no limit. An interrupt of the cell breaks it off, since it is Python that waits;
-        # the agent's end of the run ends it with its rank, and a rank that is lost is the end of the run.
+        # As long as the training, which has no limit. An interrupt of the cell breaks it off, since
+        # it is Python that waits; the agent's end of the run ends it with its rank, and a rank that
+        # is lost is the end of the run.
         self.membership.wait_for(prefix, ENDED)
         if failure := store.get(ENDED).decode():
-            # The rank that failed is about to end the run with its own traceback, which says more than this
-            # error. It is raised for a program that caught that one.
+            # The rank that failed is about to end the run with its own traceback, which says more
+            # than this error. It is raised for a program that caught that one.
             threading.Event().wait(GRACE_SECONDS)
             rank, _, text = failure.partition(" ")
             raise ProcessRaisedException(
@@ -198,21 +205,22 @@ class Adopter:
         for index, arg in enumerate(args if processes * me.nodes > 1 else ()):
             if _is_shared(arg):
                 raise CannotAdopt(
-                    f"{what} was given a {type(arg).__name__} that processes share (args[{index}]), of which each rank would "
-                    "have its own. Use torch.distributed: all_gather_object() to collect results, barrier() to wait for each "
-                    "other, all_reduce() to count, DistributedDataParallel to train one model; what rank 0's function puts "
-                    "into a list or dict of args is there afterwards."
+                    f"{what} was given a {type(arg).__name__} that processes share (args[{index}]),"
+                    " of which each rank would have its own. Use torch.distributed:"
+                    " all_gather_object() to collect results, barrier() to wait for each other,"
+                    " all_reduce() to count, DistributedDataParallel to train one model; what rank"
+                    " 0's function puts into a list or dict of args is there afterwards."
                 )
         if self._inside:
             raise CannotAdopt(
-                f"{what} was called inside {self._inside}, which already runs in the ranks of this cell. "
-                "Call one of them only."
+                f"{what} was called inside {self._inside}, which already runs in the ranks of this"
+                " cell. Call one of them only."
             )
         if processes > me.local_world_size:
             raise CannotAdopt(
-                f"{what} asks for {processes} processes on a machine, but this run has {me.local_world_size} rank(s) on "
-                f"each, one per GPU. Ask for torch.cuda.device_count() processes, or start the cell with --gpus "
-                f"{processes}."
+                f"{what} asks for {processes} processes on a machine, but this run has"
+                f" {me.local_world_size} rank(s) on each, one per GPU. Ask for"
+                f" torch.cuda.device_count() processes, or start the cell with --gpus {processes}."
             )
 
     @contextlib.contextmanager
@@ -275,9 +283,9 @@ def _is_shared(arg: Any) -> bool:
 
 # ---------------------------------------------------------------- live displays
 #
-# rich's progress bars, and so Lightning's ``RichProgressBar``. In a notebook rich draws them into a widget of ipywidgets,
-# where that is installed, and the widget needs the kernel that made it. Here each is one IPython display that is
-# updated, which any front end shows.
+# rich's progress bars, and so Lightning's ``RichProgressBar``. In a notebook rich draws them into a
+# widget of ipywidgets, where that is installed, and the widget needs the kernel that made it. Here
+# each is one IPython display that is updated, which any front end shows.
 
 
 def _adopt_rich(module: Any) -> None:

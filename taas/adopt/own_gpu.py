@@ -1,10 +1,12 @@
 """A rank's own GPU, in all of its threads.
 
-CUDA's current device belongs to a thread, and a new thread begins with GPU 0. Whatever it asks of CUDA, be it whether a stream
-is idle, is answered for GPU 0 and gives the process a context there: half a GB of GPU 0 for each rank above 0. So the rank's own
-GPU is selected in the thread in which the program first uses CUDA, and made current in threads that taas starts.
+CUDA's current device belongs to a thread, and a new thread begins with GPU 0. Whatever it asks of
+CUDA, be it whether a stream is idle, is answered for GPU 0 and gives the process a context there:
+half a GB of GPU 0 for each rank above 0. So the rank's own GPU is selected in the thread in which
+the program first uses CUDA, and made current in threads that taas starts.
 
-Nothing here uses CUDA before the program does: until then the processes that a cell forks may use it.
+Nothing here uses CUDA before the program does: until then the processes that a cell forks may use
+it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """This rank's place in the run, the run's store, and one rendezvous for every program: the run's own.
 
-Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a shared file.
-Two runs on one machine would meet there, and a port that was free a moment ago is a race. In a rank all of
-them lead to the run's store instead, which the agent opened before the rank had its order (agent/torchrun.py).
+Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a
+shared file. Two runs on one machine would meet there, and a port that was free a moment ago is a
+race. In a rank all of them lead to the run's store instead, which the agent opened before the rank
+had its order (agent/torchrun.py).
 
-The seam is torch's table of rendezvous handlers. Whoever calls ``init_process_group``, by whatever name it
-was imported, and ``init_device_mesh`` and RPC as well, pass through it; a store passed in by the program
-does not, and is left alone. Each group gets keys of its own, counted per size, so that a group may be
-destroyed and made again, and groups of fewer ranks don't disturb the count of the others.
+The seam is torch's table of rendezvous handlers. Whoever calls ``init_process_group``, by whatever
+name it was imported, and ``init_device_mesh`` and RPC as well, pass through it; a store passed in
+by the program does not, and is left alone. Each group gets keys of its own, counted per size, so
+that a group may be destroyed and made again, and groups of fewer ranks don't disturb the count of
+the others.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ FOREVER = float("inf")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 DESTROY_SECONDS = 10.0
 _OF_A_GROUP = ("timeout", "device_id")
-"""What of a call of ``init_process_group`` holds for a group that takes the place of the one that it made."""
+"""What of a call of ``init_process_group`` holds for a group that takes the place of the one that
+it made.
+"""
 PART_SECONDS = 2.0
 YOUNG_SECONDS = 10.0  # so long after they met, all ranks have connected
 
@@ -58,7 +62,8 @@ YOUNG_SECONDS = 10.0  # so long after they met, all ranks have connected
 class Membership:
     """This process's place in the run, and how it talks to the run's store.
 
-    Children that it forks (DataLoader workers) inherit every patch, and for them each one steps aside: they are no members.
+    Children that it forks (DataLoader workers) inherit every patch, and for them each one steps
+    aside: they are no members.
     """
 
     rank: int  # global
@@ -131,10 +136,10 @@ class Membership:
     def store(self, prefix: str) -> Store:
         """The run's store, with keys under ``prefix``.
 
-        On one machine each prefix has a file of its own, so that groups do not wait for each other's locks. On several,
-        all share one connection, as torch's own groups do: each new one asks the name service for the name of the other
-        end, which takes seconds where that service is slow. Keys carry the restart count there, because the store may
-        outlive a restart.
+        On one machine each prefix has a file of its own, so that groups do not wait for each
+        other's locks. On several, all share one connection, as torch's own groups do: each new one
+        asks the name service for the name of the other end, which takes seconds where that service
+        is slow. Keys carry the restart count there, because the store may outlive a restart.
         """
         if self.address.folder:
             if prefix not in self._files:
@@ -162,8 +167,8 @@ class Membership:
     def wait_for(self, prefix: str, key: str, seconds: float = FOREVER) -> bool:
         """Wait until ``key`` is set under ``prefix``; ``False`` if it isn't after ``seconds``.
 
-        Asks again and again: the store's own wait is C++, deaf to an interrupt of the cell, and holds the
-        connection.
+        Asks again and again: the store's own wait is C++, deaf to an interrupt of the cell, and
+        holds the connection.
         """
         store, until, pause = self.store(prefix), time.monotonic() + seconds, SHORTEST_PAUSE
         while not store.check([key]):
@@ -187,7 +192,9 @@ class Rendezvous:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.span = membership.local_world_size
-        """How many ranks of each VM take part; all of them, except inside an adopted ``mp.spawn`` of fewer processes."""
+        """How many ranks of each VM take part; all of them, except inside an adopted ``mp.spawn``
+        of fewer processes.
+        """
         self.translated = False
         """Whether the last group was asked for in the numbers of one VM, in a run of several."""
         self._last = "", 0
@@ -204,28 +211,30 @@ class Rendezvous:
         """The store, rank and world size for one process group.
 
         Raises:
-            CannotAdopt: the program wants more processes than the run has ranks, or two ranks ask for the
-                same place.
+            CannotAdopt: the program wants more processes than the run has ranks, or two ranks ask
+                for the same place.
         """
         me = self.membership
         rank, size = self._placed(*self._asked(url))
         if size > me.world_size or not 0 <= rank < size:
             raise CannotAdopt(
-                f"init_process_group was asked for rank {rank} of {size}, but this run has {me.world_size} "
-                f"rank(s). Leave rank and world_size out, or start the cell with --gpus {max(size, rank + 1)}."
+                f"init_process_group was asked for rank {rank} of {size}, but this run has"
+                f" {me.world_size} rank(s). Leave rank and world_size out, or start the cell with"
+                f" --gpus {max(size, rank + 1)}."
             )
         name = me.numbered(f"group/{size}")
         if size == 1 < me.world_size:
             name += f"/of-rank-{me.rank}"
             me.tell(
-                f"init_process_group(world_size=1) in a run of {me.world_size} ranks: each rank trains alone. "
-                "Leave rank and world_size out to train together."
+                f"init_process_group(world_size=1) in a run of {me.world_size} ranks: each rank"
+                " trains alone. Leave rank and world_size out to train together."
             )
         store = me.store(name)
         if store.add(f"claimed/{rank}", 1) > 1:
             raise CannotAdopt(
-                f"Two ranks of this run called init_process_group as rank {rank} of {size}. Leave rank and "
-                "world_size out, or take them from os.environ['RANK'] and os.environ['WORLD_SIZE']."
+                f"Two ranks of this run called init_process_group as rank {rank} of {size}. Leave"
+                " rank and world_size out, or take them from os.environ['RANK'] and"
+                " os.environ['WORLD_SIZE']."
             )
         self._last, self._met = (name, size), time.monotonic()
         return store, rank, size
@@ -239,7 +248,8 @@ class Rendezvous:
     def part(self, *, alone: bool = False) -> None:
         """Wait a moment for the other ranks of the last group to be done with it as well, unless ``alone``.
 
-        A rank that leaves right after ``init_process_group`` returned cuts off those that are still connecting.
+        A rank that leaves right after ``init_process_group`` returned cuts off those that are still
+        connecting.
         """
         name, size = self._last
         if name == self._parted or not dist.is_initialized():
@@ -267,8 +277,9 @@ class Rendezvous:
         for rank in range(me.world_size):
             if not me.wait_for("backends", str(rank), seconds):
                 raise RuntimeError(
-                    f"rank {rank} did not come within {seconds:.0f} s to make the process group anew that the end of the "
-                    "last cell broke off: type %taas release, and run the cell again in new ranks"
+                    f"rank {rank} did not come within {seconds:.0f} s to make the process group"
+                    " anew that the end of the last cell broke off: type %taas release, and run"
+                    " the cell again in new ranks"
                 )
         backends = {store.get(str(rank)).decode() for rank in range(me.world_size)}
         if backends == {""}:
@@ -280,8 +291,8 @@ class Rendezvous:
             return
         dist.init_process_group(backend, **self._asked_for)
         me.tell(
-            "the end of the last cell broke the process group off, and it was made anew: make groups of your own, and "
-            "wrappers such as DDP, again"
+            "the end of the last cell broke the process group off, and it was made anew: make"
+            " groups of your own, and wrappers such as DDP, again"
         )
 
     def explain(self, error: BaseException) -> str | None:
@@ -307,16 +318,16 @@ class Rendezvous:
     def _placed(self, rank: int, size: int) -> tuple[int, int]:
         """The place in the run of a program that counts one machine only.
 
-        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. Numbered through, the
-        program trains on both.
+        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. Numbered
+        through, the program trains on both.
         """
         me = self.membership
         self.translated = me.nodes > 1 and (rank, size) == (me.local_rank, self.span)
         if not self.translated:
             return rank, size
         me.tell(
-            f"The program numbers the ranks of one machine (0 to {size - 1}); on {me.nodes} VMs its process "
-            f"group, and its DistributedSampler, have {size * me.nodes} ranks."
+            f"The program numbers the ranks of one machine (0 to {size - 1}); on {me.nodes} VMs its"
+            f" process group, and its DistributedSampler, have {size * me.nodes} ranks."
         )
         return me.node * self.span + me.local_rank, size * me.nodes
 
@@ -362,10 +373,11 @@ def _leave_run(membership: Membership, url: str) -> None:
         return
     if membership.world_size > 1:
         raise CannotAdopt(
-            f"init_process_group was called in a process that rank {membership.rank} started itself "
-            f"(multiprocessing.Process). Each of the {membership.world_size} ranks starts such processes, in place of "
-            "being one. Start them with torch.multiprocessing.spawn (mp.spawn), which uses the ranks that are there, "
-            "or call the function itself with int(os.environ['RANK'])."
+            f"init_process_group was called in a process that rank {membership.rank} started itself"
+            f" (multiprocessing.Process). Each of the {membership.world_size} ranks starts such"
+            " processes, in place of being one. Start them with torch.multiprocessing.spawn"
+            " (mp.spawn), which uses the ranks that are there, or call the function itself with"
+            " int(os.environ['RANK'])."
         )
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
@@ -394,8 +406,8 @@ def _number_samplers_through(rendezvous: Rendezvous) -> None:
 def close_default_group() -> None:
     """Destroy a process group that the program left open, if that takes no longer than it may.
 
-    gloo's threads abort a process that exits with a group alive. NCCL may wait in its destructor for work
-    that will never end.
+    gloo's threads abort a process that exits with a group alive. NCCL may wait in its destructor
+    for work that will never end.
     """
     if dist.is_initialized():
         in_time(DESTROY_SECONDS, dist.destroy_process_group)
@@ -404,8 +416,8 @@ def close_default_group() -> None:
 def choose_backend(backend: str) -> None:
     """Use this backend wherever one is chosen (``--backend``), in the place of the one that a cell asks for.
 
-    It is a name, or one per device such as ``cpu:gloo,cuda:nccl``. In a rehearsal the rewritten call is then the one that is
-    rehearsed: ``nccl`` still becomes ``gloo``.
+    It is a name, or one per device such as ``cpu:gloo,cuda:nccl``. In a rehearsal the rewritten
+    call is then the one that is rehearsed: ``nccl`` still becomes ``gloo``.
 
     Raises:
         HeaderError: this torch was built without it.
@@ -414,7 +426,8 @@ def choose_backend(backend: str) -> None:
     built = [name for name in BACKENDS if getattr(dist, f"is_{name}_available")()]
     if missing := set(names).difference(built):
         raise HeaderError(
-            f"--backend {backend}: this torch has no {missing.pop()}; it was built with {', '.join(built)}"
+            f"--backend {backend}: this torch has no {missing.pop()}; it was built with"
+            f" {', '.join(built)}"
         )
 
     def choose(arguments: Arguments, *, always: bool) -> None:

@@ -1,11 +1,12 @@
 """What DataParallel's replicas exchange: messages, and tensors that autograd follows; how a batch is divided.
 
-The process group is not torch's default one, which belongs to the program and may never exist, but it is made and known as
-torch's own are: its backends are those that torch chooses, and what ends or breaks off all groups finds it. Messages and
-CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where ranks share a GPU, which NCCL refuses.
+The process group is not torch's default one, which belongs to the program and may never exist, but
+it is made and known as torch's own are: its backends are those that torch chooses, and what ends or
+breaks off all groups finds it. Messages and CPU tensors go through gloo, CUDA tensors through NCCL,
+or through gloo where ranks share a GPU, which NCCL refuses.
 
-Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside, each rank has its
-own slice of the batch. The graph that autograd sees in one rank::
+Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside,
+each rank has its own slice of the batch. The graph that autograd sees in one rank::
 
                     ┌────────┐  copies  ┌────────┐  rows of this rank  ┌─────────┐
     parameters ────►│        ├─────────►│ module ├────────────────────►│         │  rows of all ranks
@@ -13,17 +14,19 @@ own slice of the batch. The graph that autograd sees in one rank::
                     │        ├────────────── token ───────────────────►│         │
                     └────────┘                                         └─────────┘
 
-Forward, ``Inward`` copies a parameter, or takes this rank's slice of an input; ``Outward`` joins the ranks' slices of an
-output. Backward, ``Outward`` takes this rank's slice of the output's gradient, and ``Inward`` sums the ranks' gradients
-of a parameter, or joins their slices of an input's gradient. Copy and sum are each other's derivative, and so are
-slice and join: each of the two functions is the other's backward, and both can be differentiated again. A join passes
-the rank's own slice back, without a sum over ranks, because every rank computes the loss: gradients come out as those
-of the whole batch, once.
+Forward, ``Inward`` copies a parameter, or takes this rank's slice of an input; ``Outward`` joins
+the ranks' slices of an output. Backward, ``Outward`` takes this rank's slice of the output's
+gradient, and ``Inward`` sums the ranks' gradients of a parameter, or joins their slices of an
+input's gradient. Copy and sum are each other's derivative, and so are slice and join: each of the
+two functions is the other's backward, and both can be differentiated again. A join passes the
+rank's own slice back, without a sum over ranks, because every rank computes the loss: gradients
+come out as those of the whole batch, once.
 
-**The token** is a scalar 0 without a meaning of its own. Both functions have collectives in their backward, in which
-all ranks must meet. In a rank that has no samples (fewer samples than ranks) the module does not run, so no other edge
-leads from ``Outward`` to ``Inward``: autograd would not call Inward's backward there, and the other ranks would wait
-in its collective for ever. The edge of the token is there in every rank.
+**The token** is a scalar 0 without a meaning of its own. Both functions have collectives in their
+backward, in which all ranks must meet. In a rank that has no samples (fewer samples than ranks) the
+module does not run, so no other edge leads from ``Outward`` to ``Inward``: autograd would not call
+Inward's backward there, and the other ranks would wait in its collective for ever. The edge of the
+token is there in every rank.
 """
 
 from __future__ import annotations
@@ -70,8 +73,9 @@ class ReplicaGroup:
         )
         TORCHS._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
         self._carried: list[Tensor] = []
-        """By the last collective. Whoever is the last to let go of a tensor needs the interpreter: if that were gloo's thread,
-        it would wait for this one, which waits for it as the group goes."""
+        """By the last collective. Whoever is the last to let go of a tensor needs the interpreter:
+        if that were gloo's thread, it would wait for this one, which waits for it as the group
+        goes."""
 
     @property
     def ended(self) -> bool:
@@ -81,8 +85,8 @@ class ReplicaGroup:
     def exchange(self, message: Any) -> list[Any]:
         """Every rank's small picklable message, by rank.
 
-        They are sealed, since gloo takes any peer that connects. The common message fits one collective of fixed size; if
-        any rank's does not, all learn it from the lengths.
+        They are sealed, since gloo takes any peer that connects. The common message fits one
+        collective of fixed size; if any rank's does not, all learn it from the lengths.
 
         Raises:
             RanksDisagree: a message is not the rank's whose place it has.
@@ -106,8 +110,9 @@ class ReplicaGroup:
             frame, pickled = part[LENGTH_BYTES:PICKLE_AT], part[PICKLE_AT:end]
             if authenticate(key, frame + f"{title}{rank}".encode(), pickled) is None:
                 raise RanksDisagree(
-                    f"What nn.DataParallel got as rank {rank}'s is not what that rank said: ranks called the module in "
-                    "another order, or a process that is not of this run has connected to it (docs/security.md)."
+                    f"What nn.DataParallel got as rank {rank}'s is not what that rank said: ranks"
+                    " called the module in another order, or a process that is not of this run has"
+                    " connected to it (docs/security.md)."
                 )
             messages.append(pickle.loads(pickled))
         return messages
@@ -177,7 +182,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-# ---------------------------------------------------------------- batches: nested tensors, and their division
+# ------------------------------------------------------ batches: nested tensors, and their division
 
 
 class Slices(NamedTuple):
@@ -220,9 +225,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
     """How each tensor of the batch is divided, and how many ranks get a part.
 
-    As ``nn.DataParallel`` divides: by ``torch.chunk``, each tensor on its own, and no more replicas than the
-    tensor with the fewest chunks has. Scalars go to every replica. Without any tensor every replica gets
-    the same; without any argument one replica runs.
+    As ``nn.DataParallel`` divides: by ``torch.chunk``, each tensor on its own, and no more replicas
+    than the tensor with the fewest chunks has. Scalars go to every replica. Without any tensor
+    every replica gets the same; without any argument one replica runs.
     """
     sizes = [_chunks(t.shape[dim], ranks) if t.dim() else None for t in tensors_of(batch)]
     counts = [len(chunks) for chunks in sizes if chunks is not None]
@@ -258,7 +263,8 @@ class Inward(torch.autograd.Function):
         ctx.save_for_backward(token)
         rank, inner = crossing.group.rank, []
         for way, tensor in zip(crossing.ways, outer, strict=True):
-            # A slice is a copy: the module may change its input in place, which autograd forbids for a view.
+            # A slice is a copy: the module may change its input in place, which autograd forbids
+            # for a view.
             mine = tensor.view_as(tensor) if way is None else way.of(tensor, rank)
             inner.append(mine.to(crossing.device, copy=way is not None))
         return token, *inner
@@ -267,7 +273,8 @@ class Inward(torch.autograd.Function):
     def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sum or join the ranks' gradients; tensors that a replica did not use arrive as zeros."""
         (token,) = ctx.saved_tensors
-        # Token and gradient: for second derivatives, too, a rank without samples has no other edge to this node.
+        # Token and gradient: for second derivatives, too, a rank without samples has no other edge
+        # to this node.
         outer_grads = Outward.apply(ctx.crossing, token + token_grad, *inner_grads)
         return None, *(
             grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True)

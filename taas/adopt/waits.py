@@ -1,14 +1,17 @@
 """What a rank waits in for other ranks, and how that is broken off.
 
-While the main thread waits in gloo or in a store, no Python-level signal handler runs, and none of torch's own aborts
-ends that wait. What it waits on can be taken away by another thread; the wait fails at once, and a pending
-KeyboardInterrupt comes out in the place of torch's error. Peers' collectives of the same group fail, too.
+While the main thread waits in gloo or in a store, no Python-level signal handler runs, and none of
+torch's own aborts ends that wait. What it waits on can be taken away by another thread; the wait
+fails at once, and a pending KeyboardInterrupt comes out in the place of torch's error. Peers'
+collectives of the same group fail, too.
 
-* gloo waits on TCP sockets: shut down, they fail. They are those that appear while torch makes a group; the listening
-  one is left alone, since gloo ends the process if that fails.
-* NCCL has its own abort (below), for communicators that are made. They are made by a group's first collective, each
-  rank's with the others': the commonest wait of all, if one of them never comes to it. NCCL waits on TCP sockets there.
-* A store on one machine is a file that each wait opens again and again: a link to itself in its place cannot be opened.
+* gloo waits on TCP sockets: shut down, they fail. They are those that appear while torch makes a
+  group; the listening one is left alone, since gloo ends the process if that fails.
+* NCCL has its own abort (below), for communicators that are made. They are made by a group's first
+  collective, each rank's with the others': the commonest wait of all, if one of them never comes to
+  it. NCCL waits on TCP sockets there.
+* A store on one machine is a file that each wait opens again and again: a link to itself in its
+  place cannot be opened.
 * A store on several machines is a TCP connection of this rank's own.
 
 A group that is made afterwards has another store, and works.
@@ -76,8 +79,8 @@ class Waits:
     def break_off(self, store: StoreAddress, files: Iterable[Path]) -> None:
         """Let every wait of this rank fail, also in the store's files; called by a thread that does not wait.
 
-        NCCL first: a communicator whose sockets fail before it is aborted takes that for a fault of the network, and torch's
-        watchdog may end the process for it.
+        NCCL first: a communicator whose sockets fail before it is aborted takes that for a fault of
+        the network, and torch's watchdog may end the process for it.
         """
         backends = nccl_backends()
         abort_nccl(backends)
@@ -107,9 +110,10 @@ class Waits:
     def _of_nccl(self, sockets: Mapping[int, TcpSocket]) -> list[int]:
         """Choose NCCL's own, by what they are not.
 
-        They are C code's (no socket of Python's), opened since this process is a rank, and nobody waits for them by epoll:
-        NCCL asks each in turn, while gloo, event loops, zmq and gRPC have theirs in a set. What is left beside NCCL's are
-        connections of clients in C (databases, storage), which the next call opens again.
+        They are C code's (no socket of Python's), opened since this process is a rank, and nobody
+        waits for them by epoll: NCCL asks each in turn, while gloo, event loops, zmq and gRPC have
+        theirs in a set. What is left beside NCCL's are connections of clients in C (databases,
+        storage), which the next call opens again.
         """
         elsewhere = _waited_for_by_epoll() | _of_python()
         return [
@@ -160,14 +164,19 @@ def _shut(found: TcpSocket) -> None:
         ours.shutdown(socket.SHUT_RDWR)
 
 
-# ---------------------------------------------------------------- on GPUs, in every torch from 2.6 on
+# -------------------------------------------------------------- on GPUs, in every torch from 2.6 on
 #
-# * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since: its ``abort()`` returns. Its watchdog may
-#   still end the process, when it sees the abort of another rank before its own (``TORCH_NCCL_ASYNC_ERROR_HANDLING``).
-# * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its ``abort()`` and ``shutdown()`` while something waits, and its
-#   watchdog at a time-out, end the process with SIGABRT before any ``finally`` (pytorch's pull requests 191948 and 192105).
-#   So ranks get the old one by that name, unless the notebook's environment has ``TORCH_DIST_USE_NCCL2``; and a group of
-#   this kind is never aborted: what waits in it waits until the rank is ended. torch reads the variable when it registers
+# * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since: its ``abort()``
+# returns. Its watchdog may
+#   still end the process, when it sees the abort of another rank before its own
+# (``TORCH_NCCL_ASYNC_ERROR_HANDLING``). * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its
+# ``abort()`` and ``shutdown()`` while something waits, and its
+#   watchdog at a time-out, end the process with SIGABRT before any ``finally`` (pytorch's pull
+# requests 191948 and 192105).
+#   So ranks get the old one by that name, unless the notebook's environment has
+# ``TORCH_DIST_USE_NCCL2``; and a group of
+#   this kind is never aborted: what waits in it waits until the rank is ended. torch reads the
+# variable when it registers
 #   the name, and never again: the variable is set around the registration, wherever that is.
 #
 # From torch's sources, and its library's texts; tests/test_adopt_gpu.py waits for GPUs.
@@ -179,8 +188,8 @@ _CHOICE_OF_NCCL = "TORCH_DIST_USE_NCCL2"
 def register_backends() -> None:
     """Register torch's backends for process groups, as torch does when a name is first used; ``nccl`` can be aborted.
 
-    The forkserver does so once for all ranks: torch looks through all installed packages, which takes 20 ms. Where the
-    environment says which NCCL it wants, it gets that.
+    The forkserver does so once for all ranks: torch looks through all installed packages, which
+    takes 20 ms. Where the environment says which NCCL it wants, it gets that.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
     if (
@@ -223,8 +232,8 @@ def waits_at_full_speed(thread: int) -> bool:
 def abort_nccl(found: Iterable[Any]) -> None:
     """Let all that waits in these backends fail, if it can.
 
-    Each has a thread of its own: an abort may wait for that of another rank, which has begun with another group. After
-    :data:`ABORT_SECONDS` they are left to themselves.
+    Each has a thread of its own: an abort may wait for that of another rank, which has begun with
+    another group. After :data:`ABORT_SECONDS` they are left to themselves.
     """
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="taas-aborts", daemon=True)
@@ -245,8 +254,8 @@ def _abort(backend: Any) -> None:
 def gpu_is_busy() -> bool:
     """Whether a GPU has not done what it was asked: a collective may wait, and the main thread for it, at full speed.
 
-    For any thread. Asked is the default stream of each device that the program uses: a collective's own stream is waited for
-    there.
+    For any thread. Asked is the default stream of each device that the program uses: a collective's
+    own stream is waited for there.
     """
     try:
         with own_gpu.current():
@@ -281,8 +290,8 @@ _COLLECTIVES = (
 def is_in_a_collective(thread: int) -> bool:
     """Whether a thread's line of Python is in torch's own code for collectives; for another thread.
 
-    NCCL makes a communicator in the first one, and asks its sockets in turn meanwhile: such a thread waits for other ranks, and
-    uses the processor.
+    NCCL makes a communicator in the first one, and asks its sockets in turn meanwhile: such a
+    thread waits for other ranks, and uses the processor.
     """
     frame = sys._current_frames().get(thread)
     while frame is not None and "/torch/" in frame.f_code.co_filename:
@@ -295,8 +304,8 @@ def is_in_a_collective(thread: int) -> bool:
 # ---------------------------------------------------------------- which collective it is
 #
 # By torch's flight recorder (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): torch records for
-# gloo in newer releases, without a variable that says so; for NCCL where ``TORCH_FR_BUFFER_SIZE``, or
-# ``TORCH_NCCL_TRACE_BUFFER_SIZE``, is not 0. Where it does not, nothing is known.
+# gloo in newer releases, without a variable that says so; for NCCL where ``TORCH_FR_BUFFER_SIZE``,
+# or ``TORCH_NCCL_TRACE_BUFFER_SIZE``, is not 0. Where it does not, nothing is known.
 
 
 def pending_collective() -> str:

@@ -1,7 +1,7 @@
 """The process that ranks are forked from: libraries imported, nothing else done.
 
-Importing torch is safe before a fork; using it is not. One parallel region hangs every child, one CUDA call
-poisons it. So the forkserver imports and waits.
+Importing torch is safe before a fork; using it is not. One parallel region hangs every child, one
+CUDA call poisons it. So the forkserver imports and waits.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def fork(target: Callable[..., None], *arguments: Any) -> Any:
     """Fork a process that calls a function, by its name: the agent imports nothing of what it needs.
 
     Raises:
-        OSError, EOFError: the forkserver cannot fork, or was killed in the very moment: the next one starts another.
+        OSError, EOFError: the forkserver cannot fork, or was killed in the very moment: the next
+            one starts another.
     """
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
     process.start()
@@ -113,8 +114,8 @@ class Forkserver:
     def outlived(self, *, untold: bool = False) -> bool:
         """Whether it is there; ``untold``: it did not tell how one of its processes ended, as it tells of each.
 
-        A forkserver that is killed closes the sentinels of its processes a moment before it is dead, and they are
-        this process's children.
+        A forkserver that is killed closes the sentinels of its processes a moment before it is
+        dead, and they are this process's children.
         """
         return not _ends(self.pid, deadlines.FORKSERVER_DIES if untold else 0.0)
 
@@ -145,9 +146,10 @@ class Forkserver:
     ) -> bool:
         """Make sure that it runs with the notebook's environment, and GPUs or none.
 
-        A restart costs the import of torch, some seconds; it happens only after such a change, and before the
-        run's first process: a run keeps the forkserver it began with, as do ranks that were kept (``held``). None for
-        ``rehearsed`` leaves that as it is. Returns whether it was ended for that, and with it all that was forked from it.
+        A restart costs the import of torch, some seconds; it happens only after such a change, and
+        before the run's first process: a run keeps the forkserver it began with, as do ranks that
+        were kept (``held``). None for ``rehearsed`` leaves that as it is. Returns whether it was
+        ended for that, and with it all that was forked from it.
         """
         self._hurry()
         keep = held or (run and run == self._run)

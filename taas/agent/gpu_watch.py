@@ -1,8 +1,9 @@
 """What the GPUs of a run do, by way of nvidia-ml-py, where that is installed: asking makes no CUDA context, in no process.
 
-A call of NVIDIA's library takes as long as its driver likes, minutes where a GPU has fallen off the bus. So a thread asks, and
-the agent's loop takes what that has found last. The library is loaded with a run's first look, and shut down with its last
-rank: held open, it keeps device files open, and a driver that nobody uses awake.
+A call of NVIDIA's library takes as long as its driver likes, minutes where a GPU has fallen off the
+bus. So a thread asks, and the agent's loop takes what that has found last. The library is loaded
+with a run's first look, and shut down with its last rank: held open, it keeps device files open,
+and a driver that nobody uses awake.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class GpuUse(NamedTuple):
 
     Attributes:
         percent: how busy they are, on average; None: not known.
-        nbytes: the memory that the rank holds of them, where the driver tells processes apart; else what all hold.
+        nbytes: the memory that the rank holds of them, where the driver tells processes apart; else
+            what all hold.
     """
 
     percent: float | None = None

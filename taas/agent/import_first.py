@@ -1,12 +1,13 @@
 """Imported first by a forkserver, by its main thread: it ends with its agent, stopped or not, and so do those it has just forked.
 
-It gets the parent-death signal (prctl(2), PR_SET_PDEATHSIG), which ends with the thread that asked for it. Its children
-have none until they tie themselves (rank/lifeline.py). Who is stopped before that is sent SIGHUP and SIGCONT by the system
-when the agent ends: the forkserver leads a process group of its own, which nobody outside of it is the parent of then
-(setpgid(2)).
+It gets the parent-death signal (prctl(2), PR_SET_PDEATHSIG), which ends with the thread that asked
+for it. Its children have none until they tie themselves (rank/lifeline.py). Who is stopped before
+that is sent SIGHUP and SIGCONT by the system when the agent ends: the forkserver leads a process
+group of its own, which nobody outside of it is the parent of then (setpgid(2)).
 
-Where nobody waits for it yet, a thread of low priority imports the rest. A thread's niceness is its own on Linux (nice(2)),
-so what the main thread forks later has the ordinary one, also where this user may not raise a niceness again.
+Where nobody waits for it yet, a thread of low priority imports the rest. A thread's niceness is its
+own on Linux (nice(2)), so what the main thread forks later has the ordinary one, also where this
+user may not raise a niceness again.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
 """A job: a group of processes of one run on this VM, from its order until the supervisor may forget it.
 
-Staged in, forked, watched, mirrored, ended, reaped: that is the same for the ranks of a run (:mod:`taas.agent.rank_job`),
-for its planner and for its worker pools, with their data workers.
+Staged in, forked, watched, mirrored, ended, reaped: that is the same for the ranks of a run
+(:mod:`taas.agent.rank_job`), for its planner and for its worker pools, with their data workers.
 
-A data process begins with torch imported, so a run waits for its data workers no longer than they need to make the first
-elements. It is tied to its agent and its forkserver as a rank is (rank/lifeline.py), with the session that its data
-workers share.
+A data process begins with torch imported, so a run waits for its data workers no longer than they
+need to make the first elements. It is tied to its agent and its forkserver as a rank is
+(rank/lifeline.py), with the session that its data workers share.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Job:
     Attributes:
         begun: whether its processes were forked.
         over: whether its end was said.
-        sender: what sends home what they write, change and answer; on the notebook's machine there is nothing to send.
+        sender: what sends home what they write, change and answer; on the notebook's machine there
+            is nothing to send.
     """
 
     def __init__(self, order: StartJob, agent: Agent) -> None:
@@ -219,7 +220,8 @@ class DataJob(Job):
     def _process_gone(self, process: ForkedProcess) -> None:
         code = process.exitcode or 0
         how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        # its forkserver is dead now, and its processes are the agent's children; by now there may be another one
+        # its forkserver is dead now, and its processes are the agent's children; by now there may
+        # be another one
         if not self._agent.forkserver.outlived(untold=process.untold) or process.untold:
             how = WITH_FORKSERVER
         self._how = self._how or how
@@ -260,7 +262,8 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
 def _write_to(log: str) -> None:
     """Let what user code prints there go to the run's folder; where it cannot, it goes to the agent's log.
 
-    Each line at once: a data worker is killed at the run's end, with all that it has not written yet.
+    Each line at once: a data worker is killed at the run's end, with all that it has not written
+    yet.
     """
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)

@@ -1,8 +1,9 @@
 """Processes forked from the forkserver, signalled by their record, and how trees of processes end: killed, then what is left.
 
-An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays below the agent,
-also when it made a session of its own and its parent is gone. So a descendant of the agent that is neither the
-forkserver nor below it is an orphan of a rank, and nothing else is ever signalled.
+An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays
+below the agent, also when it made a session of its own and its parent is gone. So a descendant of
+the agent that is neither the forkserver nor below it is an orphan of a rank, and nothing else is
+ever signalled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEPS = 10
-"""So often what is left is killed: while a tree is being killed, what is left of it is handed on."""
+"""So often what is left is killed: while a tree is being killed, what is left of it is handed on.
+"""
 
 
 class ForkedProcess:
@@ -48,7 +50,8 @@ class ForkedProcess:
         self.sentinel: int = process.sentinel
         self.gone = False
         self._process = process
-        # else multiprocessing reads how it ended, whenever it starts another one, and makes 255 of what was not told
+        # else multiprocessing reads how it ended, whenever it starts another one, and makes 255 of
+        # what was not told
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         self.recorded: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):  # gone already: its sentinel says so
@@ -97,7 +100,8 @@ class RankProcess(ForkedProcess):
     """A process that prepares itself to be a rank, waits for an order, and carries it out.
 
     Attributes:
-        writes_collective: whether it was asked which collective it waits in, and has not said that it wrote it down.
+        writes_collective: whether it was asked which collective it waits in, and has not said that
+            it wrote it down.
     """
 
     def __init__(self, preparation: Preparation) -> None:
@@ -123,7 +127,8 @@ class RankProcess(ForkedProcess):
     def interrupt(self) -> None:
         """Send it SIGINT as a terminal does: it, and the programs that it runs (``os.system``, ``subprocess.run``).
 
-        While libc's system(3) waits for a program, the process ignores SIGINT. It is told so, and repeats it afterwards.
+        While libc's system(3) waits for a program, the process ignores SIGINT. It is told so, and
+        repeats it afterwards.
         """
         ignored = self._ignores(signal.SIGINT)
         self.send(signal.SIGINT)
@@ -147,8 +152,9 @@ class RankProcess(ForkedProcess):
     def _programs(self) -> list[psutil.Process]:
         """Return what a Ctrl-C in a terminal would reach besides it: other programs in its process group.
 
-        What ``multiprocessing`` started is left alone, though it would be reached, too: a DataLoader's workers end at
-        a SIGINT, and the cell's ``except`` and ``finally`` may go on with their loader.
+        What ``multiprocessing`` started is left alone, though it would be reached, too: a
+        DataLoader's workers end at a SIGINT, and the cell's ``except`` and ``finally`` may go on
+        with their loader.
         """
         if self.recorded is None or self.gone:
             return []
@@ -223,9 +229,10 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
 def _cleans_up(process: psutil.Process) -> bool:
     """Whether it removes what the dead left behind, and then ends by itself.
 
-    multiprocessing's resource tracker removes named semaphores when nobody holds its pipe. torch's manager of shared
-    memory, which a process of the strategy ``file_system`` has, removes that one's files in /dev/shm two seconds after
-    its last connection has ended (torch/lib/libshm/manager.cpp); one that is stopped never would.
+    multiprocessing's resource tracker removes named semaphores when nobody holds its pipe. torch's
+    manager of shared memory, which a process of the strategy ``file_system`` has, removes that
+    one's files in /dev/shm two seconds after its last connection has ended
+    (torch/lib/libshm/manager.cpp); one that is stopped never would.
     """
     try:
         command = process.cmdline()

@@ -1,9 +1,10 @@
 """How the ranks of a run are brought to their end: by patience, by patience with a limit, or now.
 
-After an interrupt each rank comes out of the call of C that it is in, and runs the cell's own ``except`` and ``finally``,
-however long that takes. A rank other than 0 that gives no sign of it is stuck: it is ended once no other rank of this VM
-is still at work. After a failure all ranks have the same short time, and are not interrupted before they can have come to
-the same end. Who is out of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
+After an interrupt each rank comes out of the call of C that it is in, and runs the cell's own
+``except`` and ``finally``, however long that takes. A rank other than 0 that gives no sign of it is
+stuck: it is ended once no other rank of this VM is still at work. After a failure all ranks have
+the same short time, and are not interrupted before they can have come to the same end. Who is out
+of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Rank:
         signalled: the last signal that it was sent.
         to_end, out_of_time: since when it has been to end, and out of time for that; 0: it has not.
         too_late: whether it was ended since its names had not come in time.
-        asleep: whether it still slept when its time was out: an interrupt wakes Python code, but no collective.
+        asleep: whether it still slept when its time was out: an interrupt wakes Python code, but no
+            collective.
     """
 
     def __init__(self, number: int, process: RankProcess) -> None:
@@ -96,15 +98,17 @@ class Rank:
         return ended(
             outcome="died",
             etype="os._exit",
-            message=f"left with status {code} before the cell ended (os._exit, or an abort in C code)",
+            message=(
+                f"left with status {code} before the cell ended (os._exit, or an abort in C code)"
+            ),
         )
 
 
 class Ending:
     """The end of one run's ranks on this VM; not begun at first.
 
-    Ranks that stay are left alone once their cell has ended; those that stayed are not ended while they take in the names
-    of their next cell, but interrupted when that begins.
+    Ranks that stay are left alone once their cell has ended; those that stayed are not ended while
+    they take in the names of their next cell, but interrupted when that begins.
     """
 
     def __init__(self, order: RankOrder) -> None:

@@ -118,7 +118,7 @@ class RankJob(Job):
         self._say(self._store.address)
         return self._store.address
 
-    # ------------------------------------------------------------ what the supervisor and the ranks say
+    # -------------------------------------------------------- what the supervisor and the ranks say
 
     def hear(self, message: Message) -> None:
         """Take in what the supervisor says."""

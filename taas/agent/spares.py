@@ -1,15 +1,18 @@
 """Processes that wait for the order to be a rank: spare ones, forked ahead while nothing runs, and ranks that stay.
 
-A fork of the forkserver and a rank's own start cost more processor time than all that follows until the cell runs.
-So once a run is over, the agent makes as many processes as that run had ranks, one after the other, and each does
-what no order changes: it ties itself to its agent, builds the shell. A run takes them; what is missing is forked then,
-and does the same: the two differ in nothing but when they were forked.
+A fork of the forkserver and a rank's own start cost more processor time than all that follows until
+the cell runs. So once a run is over, the agent makes as many processes as that run had ranks, one
+after the other, and each does what no order changes: it ties itself to its agent, builds the shell.
+A run takes them; what is missing is forked then, and does the same: the two differ in nothing but
+when they were forked.
 
-A spare was prepared for one environment, project and forkserver; a run with another one does not use it, it is
-ended. Spares are ended too when nothing has used them for a while, or the machine's memory becomes scarce. That one
-cannot be made, or dies, costs the next run the time of a fork and nothing else.
+A spare was prepared for one environment, project and forkserver; a run with another one does not
+use it, it is ended. Spares are ended too when nothing has used them for a while, or the machine's
+memory becomes scarce. That one cannot be made, or dies, costs the next run the time of a fork and
+nothing else.
 
-After a `--keep` cell its ranks stay until the next one, until they die, or until the VM is given back.
+After a `--keep` cell its ranks stay until the next one, until they die, or until the VM is given
+back.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """What a job needs on its VM before its processes are forked: a memory, the project, an environment, places to write.
 
-And what goes home from a VM elsewhere: bytes of output files, as they grow, and archives of what was changed in the copy of the
-project, each a source for the job's :class:`taas.wire.transfer.Sender`.
+And what goes home from a VM elsewhere: bytes of output files, as they grow, and archives of what
+was changed in the copy of the project, each a source for the job's
+:class:`taas.wire.transfer.Sender`.
 
-Local is remote with a short cut: on the notebook's machine the memory is opened and all else is there; elsewhere
-the memory comes in chunks, and the project too where this VM does not see the notebook's disk.
+Local is remote with a short cut: on the notebook's machine the memory is opened and all else is
+there; elsewhere the memory comes in chunks, and the project too where this VM does not see the
+notebook's disk.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment that ranks have on this VM.
 
-    A variable that the notebook set itself (``changed``: or removed) holds here, too; one that it inherited holds where
-    this VM has none of that name: PATH, HOME and their like are the VM's.
+    A variable that the notebook set itself (``changed``: or removed) holds here, too; one that it
+    inherited holds where this VM has none of that name: PATH, HOME and their like are the VM's.
     """
     own = {name: value for name, value in config.environ.items() if name not in changed}
     return {**notebook, **own}
@@ -159,8 +161,10 @@ class ProjectArrival:
         ready: whether it is here, as it is now.
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
-        since_ns: what changed there later, the run changed; by the clock of the file system it is on.
-        replica: what they have to see in that place (:func:`taas.project_sync.entered`); empty: what is there.
+        since_ns: what changed there later, the run changed; by the clock of the file system it is
+            on.
+        replica: what they have to see in that place (:func:`taas.project_sync.entered`); empty:
+            what is there.
         notices: lines for the user.
     """
 
@@ -221,8 +225,8 @@ class ProjectArrival:
             Path(self.path).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.notices.append(
-                f"absolute paths of the project do not hold on {self._vm}: {self.path} may not be made there "
-                f"({error.strerror}); relative paths do"
+                f"absolute paths of the project do not hold on {self._vm}: {self.path} may not be"
+                f" made there ({error.strerror}); relative paths do"
             )
             self.path = str(self.copy)
         else:
@@ -294,7 +298,8 @@ def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
 class ProjectChanges:
     """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it, as archives.
 
-    ``home`` is the project's path on the notebook's machine; ``ended`` says whether all ranks have ended.
+    ``home`` is the project's path on the notebook's machine; ``ended`` says whether all ranks have
+    ended.
     """
 
     def __init__(

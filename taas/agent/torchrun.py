@@ -80,11 +80,12 @@ def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str,
 class RunStore:
     """The store, until :meth:`close`; ``address``: where ranks find it.
 
-    On one machine it is a folder that nobody else can enter, and in it a file for each group. Programs want a
-    ``MASTER_PORT`` all the same, and a command that the cell starts (``!python train.py``) opens its own store there: the
-    port is reserved, by a socket that does not listen. On several machines the store is a TCPStore, on the first VM's own
-    address alone: without a socket of ours it would listen on all. It is served by a process of its own, forked from
-    the forkserver: the agent has no torch, and rank 0 may leave before the others.
+    On one machine it is a folder that nobody else can enter, and in it a file for each group.
+    Programs want a ``MASTER_PORT`` all the same, and a command that the cell starts
+    (``!python train.py``) opens its own store there: the port is reserved, by a socket that does
+    not listen. On several machines the store is a TCPStore, on the first VM's own address alone:
+    without a socket of ours it would listen on all. It is served by a process of its own, forked
+    from the forkserver: the agent has no torch, and rank 0 may leave before the others.
 
     Raises:
         OSError: it cannot be opened.

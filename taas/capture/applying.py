@@ -66,8 +66,8 @@ def apply_answer(
 ) -> Applied:
     """Build what an answer brings, and then change objects in place; ``heap`` knows afterwards what came.
 
-    ``loaded`` are the specs of the project's modules when names travelled; None: names only are brought. New names are bound as
-    they come, for methods that rebuild others.
+    ``loaded`` are the specs of the project's modules when names travelled; None: names only are
+    brought. New names are bound as they come, for methods that rebuild others.
     """
     with no_collection():
         answer = _Incoming(fd, namespace, heap, known)
@@ -269,7 +269,8 @@ class _Incoming:
     def _learn(self, changed: list[int]) -> None:
         """Take over the numbers of what came, read it again, and say of what is not what rank 0 had.
 
-        Memory is compared by where it is, not by what is in it; what a protocol does not tell of an object cannot be compared.
+        Memory is compared by where it is, not by what is in it; what a protocol does not tell of an
+        object cannot be compared.
         """
         heap, contents = self._heap, self._contents
         lost = self._builder.lost
@@ -284,8 +285,8 @@ class _Incoming:
         for n in others[:_FEW]:
             self._lose(
                 self._path_to(n),
-                "it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you need of it a "
-                "name of its own)",
+                "it is not what rank 0 had, for the way its class is pickled does not bring all of"
+                " it (give what you need of it a name of its own)",
             )
         if others[_FEW:]:
             self._lose(f"{len(others) - _FEW} objects more", "they are not what rank 0 had, either")

@@ -124,7 +124,8 @@ class Arrival:
     def load(self, *, for_data: bool = False) -> Builder:
         """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here.
 
-        ``for_data``: those of a data process, which is without a GPU; what cannot be rebuilt is left out.
+        ``for_data``: those of a data process, which is without a GPU; what cannot be rebuilt is
+        left out.
         """
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
         deleted = contents["held"]["deleted"]
@@ -160,9 +161,9 @@ class Arrival:
             return builder.build(n)
         except Exception as error:
             raise CaptureError(
-                f"{name!r} cannot be rebuilt in the ranks: {type(error).__name__}: {error}. Ranks import the "
-                f"project's modules as their files are now; if one changed since the notebook imported it, "
-                f"reload it there and make {name!r} again."
+                f"{name!r} cannot be rebuilt in the ranks: {type(error).__name__}: {error}. Ranks"
+                " import the project's modules as their files are now; if one changed since the"
+                f" notebook imported it, reload it there and make {name!r} again."
             ) from error
 
     def dress(self, shell: InteractiveShell) -> None:
@@ -195,7 +196,8 @@ class Arrival:
     ) -> int:
         """Write what the cell changed into a sealed memfd, which the caller owns; a rank with a GPU has waited for it before.
 
-        ``value`` is that of the last expression. Unless it is the ``last``, another answer follows that counts in its place.
+        ``value`` is that of the last expression. Unless it is the ``last``, another answer follows
+        that counts in its place.
         """
         with no_collection():
             return CellChanges(self, namespace, value).write(last=last)
@@ -229,7 +231,9 @@ _BESIDE = 1 << 20
 """Bytes that an answer has beside its parts, at most."""
 _WHOLE = frozenset({"tuple", "frozenset"})
 _told_parted: dict[tuple[int, str], int] = {}
-"""What this process has told of attributes that stay with it: by object and name, the id of what was there."""
+"""What this process has told of attributes that stay with it: by object and name, the id of what
+was there.
+"""
 
 
 class CellChanges:
@@ -415,7 +419,8 @@ class CellChanges:
     def _unwrapped(self) -> list[tuple[int | None, int, str]]:
         """Return what the notebook gets without its parallel wrapper.
 
-        That is in what it is (None: under a name, or in containers), its number, and what wrapped it.
+        That is in what it is (None: under a name, or in containers), its number, and what wrapped
+        it.
         """
         heap = self._heap
         wrappers = [
@@ -592,9 +597,10 @@ def arrive(
 ) -> Arrival:
     """Unpack a payload in a rank. One whose names will be sent back has to be marked before the cell runs.
 
-    CUDA tensors land on ``device``; ``cuda``: where they were; None: in host memory. ``before``, of this process' last cell, is
-    closed. ``place`` is which rank this is. Raises :class:`VersionMismatch` before anything is unpickled,
-    :class:`CaptureError` where an object cannot be rebuilt.
+    CUDA tensors land on ``device``; ``cuda``: where they were; None: in host memory. ``before``, of
+    this process' last cell, is closed. ``place`` is which rank this is. Raises
+    :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where an object
+    cannot be rebuilt.
     """
     arrival = Arrival(fd, namespace, device=device, before=before, place=place)
     _load_with_state(arrival, project)
@@ -634,16 +640,18 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
                 arrival.bind(names, wrap_again(builder.made[by], builder.made[n]))
     except Exception as error:
         raise CaptureError(
-            f"what a library keeps of its process cannot be found out again in the ranks: {type(error).__name__}: "
-            f"{error}. Make such objects (an Accelerator, a Trainer, a Fabric) in this cell."
+            "what a library keeps of its process cannot be found out again in the ranks:"
+            f" {type(error).__name__}: {error}. Make such objects (an Accelerator, a Trainer, a"
+            " Fabric) in this cell."
         ) from error
 
 
 def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
     """Unpack a payload where nothing is sent back and no GPU is: what cannot be rebuilt there is left out.
 
-    Returns the objects of a ``kind``, in the order in which they were captured. Raises :class:`VersionMismatch` before anything
-    is unpickled, :class:`CaptureError` where one of these cannot be rebuilt.
+    Returns the objects of a ``kind``, in the order in which they were captured. Raises
+    :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where one of these
+    cannot be rebuilt.
     """
     arrival = Arrival(fd, namespace, device=None)
     builder = _load_with_state(arrival, project, for_data=True)
@@ -658,8 +666,9 @@ def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> lis
 def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) -> Applied:
     """Bring a run's names into a notebook that did not start it; raises as :func:`arrive`.
 
-    The names the cell was given are unpacked first, as in a rank, and changed as rank 0 changed them. What the notebook has under
-    the same name stays if the cell could not have changed it: numbers, text, functions, classes, modules.
+    The names the cell was given are unpacked first, as in a rank, and changed as rank 0 changed
+    them. What the notebook has under the same name stays if the cell could not have changed it:
+    numbers, text, functions, classes, modules.
     """
     arrival = Arrival(payload_fd, namespace, device=None)
     set_apart(all_holders())

@@ -1,7 +1,7 @@
 """Objects out of flat states: each is made by its arguments first, and filled then, children before whoever reads them.
 
-In a cycle an object is filled as soon as all its children are made. Objects that are there already are filled only: that is how a
-notebook's object changes in place.
+In a cycle an object is filled as soon as all its children are made. Objects that are there already
+are filled only: that is how a notebook's object changes in place.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def change(
 ) -> None:
     """Make an object that was ``before`` what a state says; ``arguments_differ``: as if made with others.
 
-    One of which all that is told are attributes of it keeps those that are not told: a lock that its protocol leaves out.
+    One of which all that is told are attributes of it keeps those that are not told: a lock that
+    its protocol leaves out.
     """
     kind, said = state[0], _loads(state[1])
     known, names = _attributes_told(before[0], _loads(before[1])), _attributes_told(kind, said)
@@ -184,7 +185,7 @@ def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
     return [*told]
 
 
-# ---------------------------------------------------------------- what blobs say; ``rest`` are an object's children
+# ------------------------------------------------ what blobs say; ``rest`` are an object's children
 
 
 def _filled(values: Any, rest: Iterator[Any]) -> Any:

@@ -72,7 +72,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 LARGE = 256 << 20
-"""A name with more bytes than this is announced; all names that are only perhaps meant have no more together."""
+"""A name with more bytes than this is announced; all names that are only perhaps meant have no more
+together.
+"""
 
 _NO_NAMES = frozenset[str]()
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
@@ -237,8 +239,8 @@ class Capture:
     def _pack_for_data(self) -> None:
         """Describe what the delivered loaders' code uses beside: data processes do not run the cell.
 
-        A name that the cell binds before it is read does not travel to the ranks. A data process needs it all the
-        same, and has it as the notebook has it now.
+        A name that the cell binds before it is read does not travel to the ranks. A data process
+        needs it all the same, and has it as the notebook has it now.
         """
         namespace = self._namespace
         number = self.heap.number
@@ -274,15 +276,16 @@ class Capture:
     def _note_bound_by_cell(self, used: list[int]) -> None:
         """Note which names the loaders' code reads and the cell binds; a module that it imports again is the same one.
 
-        ``used`` are the numbers of the loaders, and of what their code uses. Words of texts do not count here: each of
-        them may be a name, but seldom is one.
+        ``used`` are the numbers of the loaders, and of what their code uses. Words of texts do not
+        count here: each of them may be a name, but seldom is one.
         """
         namespace, binds = self._namespace, self._needs.binds
         objects = [self.heap.objects[n] for n in self.heap.reached(used)]
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
         codes = [function.__code__ for function in functions if function.__globals__ is namespace]
         read = set[str]().union(*map(global_names, codes))
-        # Where the code does not say what it binds (a star, ``exec``), only this is known: what it surely binds.
+        # Where the code does not say what it binds (a star, ``exec``), only this is known: what it
+        # surely binds.
         bound = read & (self._only_for_data.keys() if binds is None else binds)
         self._bound_by_cell = sorted(
             name
@@ -364,8 +367,8 @@ class Capture:
         of_rank = [name for name in of_rank if not self._has_share(roots[name])]
         if of_rank and size > 1:
             self._unfit.append(
-                f"{', '.join(of_rank)}: rank 0's, in every rank. Make {'it' if len(of_rank) == 1 else 'them'} in this "
-                "cell, or use --keep."
+                f"{', '.join(of_rank)}: rank 0's, in every rank. Make"
+                f" {'it' if len(of_rank) == 1 else 'them'} in this cell, or use --keep."
             )
 
     def _travels_whole(self, one: Again) -> bool:
@@ -422,7 +425,8 @@ class Capture:
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
         self._memory = {**self._held.memory(), **memory.stretches}
-        # Ranks do not build what only data processes bind: in their answers these objects have no number.
+        # Ranks do not build what only data processes bind: in their answers these objects have no
+        # number.
         of_ranks = heap.reached([*self._roots.values(), *self._places.values()])
         heap.forget(heap.reached(self._only_for_data.values()) - of_ranks)
 
@@ -439,13 +443,17 @@ class Capture:
         if found is None:
             return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}."
         inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
-        return f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
+        return (
+            f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason});"
+            f" {found.advice}."
+        )
 
     @property
     def notices(self) -> list[str]:
         """Lines for the user."""
         found = [
-            f"{name} is {size_in_words(size)}; it is written to shared memory once for all ranks of a machine."
+            f"{name} is {size_in_words(size)}; it is written to shared memory once for all ranks of"
+            " a machine."
             for name, size in self._sizes.items()
             if size > LARGE
         ]
@@ -467,17 +475,18 @@ class Capture:
         found += self._unfit
         if unwrapped := sorted(self._held.kept.wrapped & self._roots.keys()):
             found.append(
-                f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "
-                "travels anew, without the parallel wrapper or the sharding that it had in the ranks; wrap it again before "
-                "it is trained."
+                f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares"
+                " objects with what did. So it travels anew, without the parallel wrapper or the"
+                " sharding that it had in the ranks; wrap it again before it is trained."
             )
         edited = [
             n for module in self._edited.values() if (n := module.__name__) in self._reached()
         ]
         if edited:
             found.append(
-                f"{', '.join(edited)}: edited since this notebook imported it. The ranks run the file as it is now, the "
-                f"notebook what it imported, each with data of its own; importlib.reload({edited[0]}) in a cell of its own takes the file here, too."
+                f"{', '.join(edited)}: edited since this notebook imported it. The ranks run the"
+                " file as it is now, the notebook what it imported, each with data of its own;"
+                f" importlib.reload({edited[0]}) in a cell of its own takes the file here, too."
             )
         if self._detached:
             names = ", ".join(self._detached)
@@ -487,8 +496,8 @@ class Capture:
             few = f"{', '.join(self._too_large[:5])}{' …' if self._too_large[5:] else ''}"
             some = f" but {few} (large, or not to be pickled)" if self._too_large else ""
             found.append(
-                f"the cell makes the names that it looks up ({self._needs.built}), so all of the notebook's travel{some}. "
-                "Where it names what it needs, only that does."
+                f"the cell makes the names that it looks up ({self._needs.built}), so all of the"
+                f" notebook's travel{some}. Where it names what it needs, only that does."
             )
         return found
 
@@ -498,13 +507,15 @@ class Capture:
         found = []
         if self._bound_by_cell:
             found.append(
-                f"data workers have {', '.join(self._bound_by_cell)} as the notebook has it now, not as this cell "
-                "binds it: the code of a registered loader uses it. Bind it in an earlier cell."
+                f"data workers have {', '.join(self._bound_by_cell)} as the notebook has it now,"
+                " not as this cell binds it: the code of a registered loader uses it. Bind it in"
+                " an earlier cell."
             )
         if self._missing_for_data:
             found.append(
-                f"data workers lack {', '.join(self._missing_for_data)}, which the code of a registered loader uses and "
-                "only this cell binds. Bind it in an earlier cell: they have what the notebook has when the cell starts."
+                f"data workers lack {', '.join(self._missing_for_data)}, which the code of a"
+                " registered loader uses and only this cell binds. Bind it in an earlier cell:"
+                " they have what the notebook has when the cell starts."
             )
         return found
 
@@ -523,10 +534,11 @@ def capture(
 ) -> Capture:
     """Capture the names that a cell needs, for a run of ``size`` ranks.
 
-    ``returned`` names come back; None for all that changed. ``kept`` is what the ranks hold; what is in ``anew`` travels all the same.
-    ``for_data``: data processes unpack it, too, and find in it all that the loaders that are being delivered need.
-    Raises :class:`CaptureError` where a surely needed name cannot be pickled or memory is short, :class:`SyntaxError`, and
-    :class:`HeaderError` for a returned name that there cannot be.
+    ``returned`` names come back; None for all that changed. ``kept`` is what the ranks hold; what
+    is in ``anew`` travels all the same. ``for_data``: data processes unpack it, too, and find in it
+    all that the loaders that are being delivered need. Raises :class:`CaptureError` where a surely
+    needed name cannot be pickled or memory is short, :class:`SyntaxError`, and :class:`HeaderError`
+    for a returned name that there cannot be.
     """
     with no_collection():
         future = shell.compile.flags & _FUTURE if shell is not None else 0
@@ -581,7 +593,8 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
     for name in unknown:
         if name not in made:
             raise HeaderError(
-                f"--return {shown(name)}, which neither the notebook has nor the cell makes: correct it, or leave it out"
+                f"--return {shown(name)}, which neither the notebook has nor the cell makes:"
+                " correct it, or leave it out"
             )
 
 
@@ -591,16 +604,17 @@ def _wait_for_devices() -> None:
         wait_for_devices()
     except RuntimeError as error:
         raise CaptureError(
-            f"an earlier cell's work on the GPU has failed ({first_line(error)}), and its tensors cannot be trusted. "
-            "Nothing was started; restart the kernel."
+            f"an earlier cell's work on the GPU has failed ({first_line(error)}), and its tensors"
+            " cannot be trusted. Nothing was started; restart the kernel."
         ) from error
 
 
 # ---------------------------------------------------------------- what kept ranks hold
 #
-# After a cell both sides know the same objects under the same numbers: what travelled, and what came back. The next payload goes
-# on behind them. It names nothing by an older number, since other ranks than 0 do not know the numbers of an answer; an object
-# that a name of the ranks is bound to goes by this name.
+# After a cell both sides know the same objects under the same numbers: what travelled, and what
+# came back. The next payload goes on behind them. It names nothing by an older number, since other
+# ranks than 0 do not know the numbers of an answer; an object that a name of the ranks is bound to
+# goes by this name.
 
 _NONE = object()
 """What the notebook has where it lacks a name."""
@@ -660,7 +674,8 @@ class Kept:
 class Held:
     """Which names of the ranks hold still, and places, for one cell: the notebook has neither rebound them nor changed what is in them.
 
-    A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. Nor does what is to travel ``anew``.
+    A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. Nor
+    does what is to travel ``anew``.
     """
 
     def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:
@@ -760,8 +775,8 @@ class Held:
     def told(self, sent: Collection[str]) -> dict[str, Any]:
         """Return what the ranks are told of it: what holds, and what they delete, as it is not what the notebook has.
 
-        Where the notebook does not know what they hold, they delete all names: after an interrupt while a cell was captured,
-        or while what came back was unpacked.
+        Where the notebook does not know what they hold, they delete all names: after an interrupt
+        while a cell was captured, or while what came back was unpacked.
         """
         deleted = sorted(self.kept.names.keys() - self.names - {*sent})
         return {
@@ -775,9 +790,10 @@ class Held:
 def _bound_since(kept: Kept) -> set[str]:
     """Return what the notebook's cells have bound since, as far as their code says it.
 
-    Only of constants that is asked: one that is bound anew is the same object as before, if it has the same value. Where
-    the code does not say what it binds (a magic, ``exec``), a constant with the value that the notebook had is taken to be
-    the one that it was: each rank keeps its own, as ``rank``, which else would become rank 0's.
+    Only of constants that is asked: one that is bound anew is the same object as before, if it has
+    the same value. Where the code does not say what it binds (a magic, ``exec``), a constant with
+    the value that the notebook had is taken to be the one that it was: each rank keeps its own, as
+    ``rank``, which else would become rank 0's.
     """
     found: set[str] = set()
     for cell in typed_cells()[kept.cells : -1]:

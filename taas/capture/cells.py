@@ -50,7 +50,8 @@ def _transformers() -> Any:
 def python_of(cell: str) -> str:
     """Turn a cell into Python; line numbers stay right.
 
-    A cell magic may stand below comments, as a header is one to Python; IPython knows it on the first line only.
+    A cell magic may stand below comments, as a header is one to Python; IPython knows it on the
+    first line only.
     """
     cell = magic_on_top(cell)
     text: str = _transformers().transform_cell(cell)
@@ -163,7 +164,8 @@ def values_of_cells(
 ) -> tuple[set[str], dict[str, Any]]:
     """Return which names of earlier cells' values a cell needs, and values that have no name, as ``Out[5]``.
 
-    Where it reads ``Out``, all are needed. One that has no name is of a cell whose ``_5`` the user has bound anew.
+    Where it reads ``Out``, all are needed. One that has no name is of a cell whose ``_5`` the user
+    has bound anew.
     """
     names, beside = {word for word in words if _VALUE.fullmatch(word)}, {}
     if any(name in words and is_of_ipython(name, namespace.get(name)) for name in _OUT):
@@ -269,8 +271,8 @@ def dress(
 def modules_used(packages: Container[str]) -> list[str]:
     """Return the modules of some packages that earlier cells imported, to be imported before names are rebuilt.
 
-    ``concurrent.futures`` is an attribute of ``concurrent`` then, and importing one may have changed its package's classes
-    (``import fastai.distributed`` gives learners methods).
+    ``concurrent.futures`` is an attribute of ``concurrent`` then, and importing one may have
+    changed its package's classes (``import fastai.distributed`` gives learners methods).
     """
     found = dict.fromkeys(module for cell in typed_cells() for module in _IMPORT.findall(cell))
     return [n for n in found if "." in n and n in sys.modules and n.partition(".")[0] in packages]

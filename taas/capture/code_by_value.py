@@ -2,13 +2,15 @@
 
 Other than with cloudpickle
 
-* a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees what
-  the cell rebinds and ``global`` works; one that a module has made, on that module's;
+* a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees
+  what the cell rebinds and ``global`` works; one that a module has made, on that module's;
 * closures that share a variable go on sharing it: cells travel as objects;
 * a class is its attributes: one that is known gets those that are others, in place;
-* annotations of Python 3.14 are made by a function, which travels as any other and looks into the class where it arrives.
+* annotations of Python 3.14 are made by a function, which travels as any other and looks into the
+  class where it arrives.
 
-``tests/test_capture_code.py`` fails on a release of cloudpickle whose private parts have other shapes.
+``tests/test_capture_code.py`` fails on a release of cloudpickle whose private parts have other
+shapes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _PYTHONS_OWN = {
     "__dict__", "__weakref__", "__module__", "__slots__", "__slotnames__", "_abc_impl", "__classdictcell__",
 }  # fmt: skip
 _ANNOTATE = "__annotate_func__"
-"""What makes a class's annotations, from Python 3.14 on; None once somebody has asked a class without any."""
+"""What makes a class's annotations, from Python 3.14 on; None once somebody has asked a class
+without any.
+"""
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -48,7 +52,8 @@ _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.W
 def dispatch_table() -> dict[type, Any]:
     """Return cloudpickle's table of reducers as one plain dict (its ChainMap costs 1 µs per object).
 
-    It makes bytes of a memoryview, which look into nothing; for pickle there are none, and so for us.
+    It makes bytes of a memoryview, which look into nothing; for pickle there are none, and so for
+    us.
     """
     table = dict(_cloudpickle.Pickler.dispatch_table)
     del table[memoryview]

@@ -1,7 +1,7 @@
 """Values of each rank for ``taas.collected``: copies, by plain pickle, of the names that ``--collect`` asked for.
 
-Classes and functions go by name, so that what comes is of the notebook's own classes; tensors go as copies in host
-memory, detached from how they were computed.
+Classes and functions go by name, so that what comes is of the notebook's own classes; tensors go as
+copies in host memory, detached from how they were computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from taas.wire.framing import MessageReader, Unreadable
 from taas.wording import fitting, ranks_in_words, text_of
 
 collected: dict[str, list[Any]] = {}
-"""By name, the values of all ranks of the last run that was asked for it, in their order; None for one that did not come."""
+"""By name, the values of all ranks of the last run that was asked for it, in their order; None for
+one that did not come.
+"""
 
 
 _Value = tuple[bytes, str]

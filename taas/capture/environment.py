@@ -1,8 +1,9 @@
 """Environment variables: those that cells change travel; what a process says of itself in them stays with it.
 
-Three kinds stay. What describes a rank, as torchrun's variables do. What a library writes into the environment of the
-process it is used in, with no wish of the user's behind it (a compiler's default cache). And what names a process or a
-socket of the rank: it is of no use to anybody once that has ended, as wandb's ``WANDB_SERVICE``.
+Three kinds stay. What describes a rank, as torchrun's variables do. What a library writes into the
+environment of the process it is used in, with no wish of the user's behind it (a compiler's default
+cache). And what names a process or a socket of the rank: it is of no use to anybody once that has
+ended, as wandb's ``WANDB_SERVICE``.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ _LEFT_BY_LIBRARIES = {
         r"\d+-\d+-(unix|tcp)-.*"
     ),  # wandb's service, which a process starts for itself
 }
-"""What libraries write themselves: each process writes it anew, and what a user has set looks otherwise."""
+"""What libraries write themselves: each process writes it anew, and what a user has set looks
+otherwise.
+"""
 _COARSE_CLOCK = 5
-"""CLOCK_REALTIME_COARSE (clock_gettime(2)), from which files have their times; Python has no name for it."""
+"""CLOCK_REALTIME_COARSE (clock_gettime(2)), from which files have their times; Python has no name
+for it.
+"""
 
 
 def inherited_variables() -> dict[str, str]:
@@ -56,8 +61,8 @@ def changed_variables() -> tuple[str, ...]:
 def sendable_variables() -> tuple[dict[str, str], list[str]]:
     """Return the environment that a message can carry, and the names of what is left out for good.
 
-    What the notebook itself set travels with its names, in whatever bytes; what a library wrote for this process does
-    not travel, and neither is it mentioned.
+    What the notebook itself set travels with its names, in whatever bytes; what a library wrote for
+    this process does not travel, and neither is it mentioned.
     """
     changed = changed_variables()
     of_here = {name for name in changed if _is_of_library(name, os.environ.get(name, ""))}
@@ -100,7 +105,8 @@ def file_time() -> int:
 def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
     """Take out of changed variables those that name this process, a child, or a socket; return why, for the user.
 
-    A socket counts that was made ``since`` then (:func:`file_time`), by this process or for it, or that nobody serves.
+    A socket counts that was made ``since`` then (:func:`file_time`), by this process or for it, or
+    that nobody serves.
     """
     reasons = {
         name: why for name, value in told.items() if value and (why := _process_in(value, since))

@@ -1,11 +1,13 @@
 """Flat states: what an object consists of, with numbers in place of other objects.
 
-A **flat state** is ``(kind, blob, children)``. ``blob`` is a marshal text (version 2, which has no references, so that equal
-values have equal bytes, and ``1``, ``1.0`` and ``True`` differ) of all that needs no identity; ``...`` in it stands for the next
-of ``children``, which are numbers. What needs no identity: numbers and texts, tuples of such, and a plain list or dict that
-only its one parent holds; its reference count says so. A large plain subtree is looked at level by level, in a few calls of C.
-Nor does what a protocol makes afresh to be pickled, and nobody else holds: ``(..., kind, what its own blob would say)``.
-Items among which ``...`` is are a tuple in the blob, others a list.
+A **flat state** is ``(kind, blob, children)``. ``blob`` is a marshal text (version 2, which has no
+references, so that equal values have equal bytes, and ``1``, ``1.0`` and ``True`` differ) of all
+that needs no identity; ``...`` in it stands for the next of ``children``, which are numbers. What
+needs no identity: numbers and texts, tuples of such, and a plain list or dict that only its one
+parent holds; its reference count says so. A large plain subtree is looked at level by level, in a
+few calls of C. Nor does what a protocol makes afresh to be pickled, and nobody else holds:
+``(..., kind, what its own blob would say)``. Items among which ``...`` is are a tuple in the blob,
+others a list.
 """
 
 from __future__ import annotations
@@ -52,13 +54,15 @@ _HELD = (
     ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
     ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
 )  # fmt: skip
-"""What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a namespace), by its name in a module."""
+"""What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a
+namespace), by its name in a module.
+"""
 
 _atomic = ATOMS.issuperset
 _count = sys.getrefcount
 
 
-# ---------------------------------------------------------------- who else holds it: reference counts, measured
+# ---------------------------------------------------- who else holds it: reference counts, measured
 
 
 def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
@@ -124,7 +128,9 @@ def _counts_tell() -> bool:
 
 
 COUNTS_TELL = _counts_tell()
-"""Whether this Python counts references as this module takes them to be counted; where not, every container has a number."""
+"""Whether this Python counts references as this module takes them to be counted; where not, every
+container has a number.
+"""
 
 
 # ---------------------------------------------------------------- objects and their states
@@ -164,9 +170,10 @@ class Lost(NamedTuple):
 class FlatStates:
     """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
 
-    ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory from number ``collected`` on it is
-    noted how all that look into it use it. ``left`` is what stays behind of modules, loggers and formatters, by how it is written;
-    ``parted`` what stays with its process.
+    ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory
+    from number ``collected`` on it is noted how all that look into it use it. ``left`` is what
+    stays behind of modules, loggers and formatters, by how it is written; ``parted`` what stays
+    with its process.
     """
 
     def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
@@ -226,8 +233,8 @@ class FlatStates:
         self.memories = {key: n for key, n in self.memories.items() if n not in numbers}
         self.failed = {n: error for n, error in self.failed.items() if n not in numbers}
 
-    # What follows returns the kind of a value and what its blob says; ``children`` get those that it has beside. ``fresh``: a
-    # protocol has made it, and may have made what is in it.
+    # What follows returns the kind of a value and what its blob says; ``children`` get those that
+    # it has beside. ``fresh``: a protocol has made it, and may have made what is in it.
 
     def _said(self, value: Any, children: list[int], *, fresh: int = 0) -> _Said:
         if (name := self.named.get(id(value))) is not None:
@@ -315,8 +322,8 @@ class FlatStates:
     def _builtin(self, function: Any, children: list[int], _: int) -> _Said:
         """Describe a built-in: by its name in the module that has it, else as a method of its owner.
 
-        Most methods say no module, and all that are loaded would be looked through for each. So the owner is asked:
-        ``random.random`` is found in the module of its class.
+        Most methods say no module, and all that are loaded would be looked through for each. So the
+        owner is asked: ``random.random`` is found in the module of its class.
         """
         owner, name, module = function.__self__, function.__name__, function.__module__
         is_method = owner is not None and not isinstance(owner, types.ModuleType)
@@ -339,7 +346,8 @@ class FlatStates:
     ) -> list[Any] | tuple[Any, ...]:
         """Return values with ``...`` for each that has a number, as a tuple if there is any; ``children`` gets these.
 
-        ``fresh``: a protocol has made what nobody else holds. ``inline``: what can change may stand in the blob; not in a constant's.
+        ``fresh``: a protocol has made what nobody else holds. ``inline``: what can change may stand
+        in the blob; not in a constant's.
         """
         few = len(values) <= _LARGE
         if _atomic(map(type, values)) and not (

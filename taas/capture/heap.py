@@ -1,8 +1,9 @@
 """One numbered heap: number → object and flat state, of all that travels; what both sides know, and what has changed.
 
-The payload is the states of a table. What changed is ``before[n] != now[n]``; :meth:`Heap.change` says whether that can be
-done in place, :meth:`Heap.held_back` what stays as it was where a part is refused. Who holds what is the states' children.
-Why a value cannot travel, and which part of it, is found by describing it in a table of its own.
+The payload is the states of a table. What changed is ``before[n] != now[n]``; :meth:`Heap.change`
+says whether that can be done in place, :meth:`Heap.held_back` what stays as it was where a part is
+refused. Who holds what is the states' children. Why a value cannot travel, and which part of it, is
+found by describing it in a table of its own.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "froz
 def is_constant(value: Any, state: State | None) -> bool:
     """Tell whether nothing can change in an object itself, whatever may change in what it holds.
 
-    Such are texts and tuples, what goes by its name, and what is made of a constructor and its arguments alone, and has no
-    state: ``torch.float32``, a device, a date. An iterator says no more than that of itself and moves on all the same, and
-    an ``array.array`` changes; it has no hash.
+    Such are texts and tuples, what goes by its name, and what is made of a constructor and its
+    arguments alone, and has no state: ``torch.float32``, a device, a date. An iterator says no more
+    than that of itself and moves on all the same, and an ``array.array`` changes; it has no hash.
     """
     if state is None or state[0] in CONSTANT:
         return True
@@ -151,8 +152,9 @@ class Heap(FlatStates):
     def mark(self) -> None:
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
-        An object with a protocol of its own is asked again where it may keep a copy of what it was made with: this is nobody
-        else's, and gets a number that only this side knows. So is a module of which something stays behind.
+        An object with a protocol of its own is asked again where it may keep a copy of what it was
+        made with: this is nobody else's, and gets a number that only this side knows. So is a
+        module of which something stays behind.
         """
         for n, value in enumerate(self.objects):
             if n != NAMESPACE and value is not None and self._is_other_here(value, self.states[n]):
@@ -345,8 +347,8 @@ class Heap(FlatStates):
     def _leave_out_attributes(self, first: int, roots: Mapping[str, int]) -> bool:
         """Leave out attributes that belong to their process, or have in a container what does.
 
-        From each such object, climb through containers to what has them as an attribute. What has it in another way (a hook that
-        closes over it) cannot do without.
+        From each such object, climb through containers to what has them as an attribute. What has
+        it in another way (a hook that closes over it) cannot do without.
         """
         reasons = {
             n: type(self.objects[n]).__qualname__
@@ -444,7 +446,8 @@ class Heap(FlatStates):
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
         """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
 
-        An instance stays with all that is in it, but for what names reach otherwise; containers change, where they can.
+        An instance stays with all that is in it, but for what names reach otherwise; containers
+        change, where they can.
         """
         around = (
             self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()

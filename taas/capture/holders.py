@@ -1,13 +1,15 @@
 """What holds something of the notebook beside names: the project's modules, handlers of loggers, display formatters.
 
-A module travels by its name. The data of the project's modules (``helper.counter``), and of their classes
-(``helper.Model.count``), are the module's state. They travel where the cell reaches the module, by whatever it uses. Functions
-and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the ranks have
-another module than the notebook (its file was edited in between), each has data of its own. An object that another process cannot
-rebuild from names (a lock, a library opened by ctypes) stays behind: the ranks' module has its own.
+A module travels by its name. The data of the project's modules (``helper.counter``), and of their
+classes (``helper.Model.count``), are the module's state. They travel where the cell reaches the
+module, by whatever it uses. Functions and classes are not data, unless they are the notebook's own:
+they are what the module's file says. Where the ranks have another module than the notebook (its
+file was edited in between), each has data of its own. An object that another process cannot rebuild
+from names (a lock, a library opened by ctypes) stays behind: the ranks' module has its own.
 
-A logger's state is its handlers and filters, but for those that come with a library or with what runs the kernel (levels are
-settings: ``process_state``); a formatter's is which function shows which class.
+A logger's state is its handlers and filters, but for those that come with a library or with what
+runs the kernel (levels are settings: ``process_state``); a formatter's is which function shows
+which class.
 """
 
 from __future__ import annotations
@@ -55,9 +57,12 @@ _maybe_of_projects: list[str] = []
 _put: set[str] = set()
 """What was put into modules: what takes its place is data, too."""
 left_out: dict[int, Any] = {}
-"""Parts of what holds something of the notebook that cannot travel, by their ids: each process has its own."""
+"""Parts of what holds something of the notebook that cannot travel, by their ids: each process has
+its own.
+"""
 apart: set[str] = set()
-"""What keeps what it has here, by what messages call it: it is another one than on the other side."""
+"""What keeps what it has here, by what messages call it: it is another one than on the other side.
+"""
 
 
 def set_apart(names: Iterable[str]) -> None:

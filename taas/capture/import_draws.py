@@ -1,9 +1,10 @@
 """Random numbers that are drawn while modules are imported: as many as in a notebook, which imports a module once.
 
-A rank is a new process. It imports anew what the notebook imported cells ago, and libraries draw at import (``rich`` picks
-an emoji, a project's module makes a layer). A plain cell would not have drawn again, so the rank puts back what such an
-import drew. What is new to both draws as it does in a plain cell. The notebook also counts what its ranks have imported in
-earlier cells: without the headers it would have imported that itself.
+A rank is a new process. It imports anew what the notebook imported cells ago, and libraries draw at
+import (``rich`` picks an emoji, a project's module makes a layer). A plain cell would not have
+drawn again, so the rank puts back what such an import drew. What is new to both draws as it does in
+a plain cell. The notebook also counts what its ranks have imported in earlier cells: without the
+headers it would have imported that itself.
 """
 
 from __future__ import annotations

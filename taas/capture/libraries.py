@@ -1,9 +1,11 @@
 """Objects of libraries whose own protocols say less than there is, and the devices that state has to be on.
 
-* Optimizers and schedulers wrap each other's ``step`` in functions of this process; their protocols drop hooks.
-* pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
-  an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
-  A series' pickle leaves out the block itself; an index made of a column looks into it, too.
+* Optimizers and schedulers wrap each other's ``step`` in functions of this process; their protocols
+  drop hooks.
+* pandas copies a block before it writes to it while another frame or series looks into the same
+  memory, which it counts in an object that such blocks have in common. Pickle leaves that out: a
+  column taken from a frame would change with it. A series' pickle leaves out the block itself; an
+  index made of a column looks into it, too.
 * DataLoaders with persistent workers hold these.
 * Bars of tqdm and scalers of gradients refer to their process (``progress``).
 * Objects with traits (widgets) tell somebody when they change, which their pickles leave out.
@@ -214,7 +216,8 @@ def wait_for_devices() -> None:
 def join_devices_at_first_step() -> None:
     """In a rank: join the state of an optimizer that travelled when the cell first steps it.
 
-    Parameters trained on a GPU came back to host memory, with their state. The cell moves them again, but nobody moves the state.
+    Parameters trained on a GPU came back to host memory, with their state. The cell moves them
+    again, but nobody moves the state.
     """
     if not _rebuilt:
         return
@@ -231,8 +234,9 @@ def join_devices_at_first_step() -> None:
 def join_devices(objects: list[Any]) -> None:
     """Bring new state of optimizers and new buffers of modules to the device of their parameters.
 
-    Parameters that a cell moved to a GPU come back to the device they had; what the cell made beside them there has to follow, or
-    the next step in the notebook fails. Tensors among the ``objects`` stay where they are.
+    Parameters that a cell moved to a GPU come back to the device they had; what the cell made
+    beside them there has to follow, or the next step in the notebook fails. Tensors among the
+    ``objects`` stay where they are.
     """
     if loaded("torch.optim") is None:
         return

@@ -1,17 +1,20 @@
 """The memory of tensors and arrays, by address: written once, and mapped by whoever receives it.
 
-Overlapping memory, as that of an array and of the tensor made from it, forms one **region** of the file, so whatever shared
-memory goes on sharing. A region is as long as its memory, but only the used parts are written: the rest is a hole and costs
-nothing. So a small view of a giant storage is cheap and keeps its offset and strides.
+Overlapping memory, as that of an array and of the tensor made from it, forms one **region** of the
+file, so whatever shared memory goes on sharing. A region is as long as its memory, but only the
+used parts are written: the rest is a hole and costs nothing. So a small view of a giant storage is
+cheap and keeps its offset and strides.
 
-A state names memory by the address that its sender has it at; the file's header says which region that is.
-Where a region lies in a process says its :class:`Stretch`: the notebook's own memory, the mapped payload of a rank, or
-what an answer brought. In an answer the regions of the payload go on under their numbers, and new ones follow.
+A state names memory by the address that its sender has it at; the file's header says which region
+that is. Where a region lies in a process says its :class:`Stretch`: the notebook's own memory, the
+mapped payload of a rank, or what an answer brought. In an answer the regions of the payload go on
+under their numbers, and new ones follow.
 
-Memory is read, and changed parts are written, by address, and no lock keeps the notebook's own threads away meanwhile: what one
-writes while a payload is written travels as it happens to be then, some of it before and some after, and what it writes while
-an answer is applied may be overwritten. The owners are held, so that memory is not freed; but a storage that a thread resizes
-between the look at where it is (``Stretch.is_there``) and the write is written to where it was.
+Memory is read, and changed parts are written, by address, and no lock keeps the notebook's own
+threads away meanwhile: what one writes while a payload is written travels as it happens to be then,
+some of it before and some after, and what it writes while an answer is applied may be overwritten.
+The owners are held, so that memory is not freed; but a storage that a thread resizes between the
+look at where it is (``Stretch.is_there``) and the write is written to where it was.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ class MemoryRange:
 
     address: int  # on its device; negative, and its storage's alone, where there is none of it
     nbytes: int
-    owner: Any  # keeps it alive: the storage, the root of the array views, or the stretch that it is a part of
+    # keeps it alive: the storage, the root of the array views, or the stretch that it is a part of
+    owner: Any
     locate: Callable[[], int] | None = None  # tells where the owner's memory is now
     device: str = "cpu"
     storage: Any = None  # over all of it
@@ -159,8 +163,8 @@ def _read_at(fd: int, target: memoryview, offset: int) -> None:
 class SentMemory:
     """The memory that a sender names and the receiver lacks; what both have is ``known``.
 
-    ``first`` is the number of its first region; once it is laid out, ``regions`` are its places in a file, and ``stretches`` where
-    this process has them.
+    ``first`` is the number of its first region; once it is laid out, ``regions`` are its places in
+    a file, and ``stretches`` where this process has them.
     """
 
     def __init__(
@@ -282,7 +286,10 @@ class Stretch:
             try:
                 self._write_to_device(patch, fd)
             except RuntimeError as error:  # its CUDA context is broken, or it has no room
-                return f"new values of tensors that the notebook has on {self.device} ({first_line(error)})"
+                return (
+                    f"new values of tensors that the notebook has on {self.device}"
+                    f" ({first_line(error)})"
+                )
         else:
             _read_at(fd, view_of(self.address + patch.start, patch.nbytes), patch.offset)
         for memory in self.met:
@@ -360,12 +367,14 @@ def new_memory(region: Region, fd: int) -> Stretch:
 
 # ---------------------------------------------------------------- whether it is what it was
 #
-# The system tells of most memory which pages were written to (taas.page_watch); such a page counts as changed, whatever is in
-# it now. Of the rest there are checksums of its parts: Python's hash of bytes in host memory; memory of a device is added up there.
+# The system tells of most memory which pages were written to (taas.page_watch); such a page counts
+# as changed, whatever is in it now. Of the rest there are checksums of its parts: Python's hash of
+# bytes in host memory; memory of a device is added up there.
 #
-# There a part's words of 64 bits are multiplied by random numbers and added, modulo 2⁶⁴; so are their upper halves, since of a
-# word that differs in its highest bits only (all numbers negated) the first sum knows little. Whatever differs, both sums stay
-# the same with a probability below 2⁻³². torch's own counter of changes is no proof: ``x.data.add_(1)`` leaves it as it is.
+# There a part's words of 64 bits are multiplied by random numbers and added, modulo 2⁶⁴; so are
+# their upper halves, since of a word that differs in its highest bits only (all numbers negated)
+# the first sum knows little. Whatever differs, both sums stay the same with a probability below
+# 2⁻³². torch's own counter of changes is no proof: ``x.data.add_(1)`` leaves it as it is.
 
 _PART = 1 << 18
 """Bytes: it stays in a processor's cache while it is looked at twice."""

@@ -1,11 +1,13 @@
 """Which names of the notebook a cell needs.
 
-One pass over the cell's syntax tree, in the order in which it runs. A name that is surely bound before it is read is not
-needed: else the second run of a cell would ship the first run's model. What is read in a straight line at the top of the cell
-is *surely* needed. A block (a branch, a loop, ``try``) perhaps runs: what it reads is *maybe* needed, what it binds is bound in it
-alone. The body of a function counts where its name is read, as it can run from there on; the same holds for functions and
-classes of earlier cells, which are found as the values of names are described: what they use is needed unless it is surely bound when
-the name is read. Scopes of functions and comprehensions are the compiler's.
+One pass over the cell's syntax tree, in the order in which it runs. A name that is surely bound
+before it is read is not needed: else the second run of a cell would ship the first run's model.
+What is read in a straight line at the top of the cell is *surely* needed. A block (a branch, a
+loop, ``try``) perhaps runs: what it reads is *maybe* needed, what it binds is bound in it alone.
+The body of a function counts where its name is read, as it can run from there on; the same holds
+for functions and classes of earlier cells, which are found as the values of names are described:
+what they use is needed unless it is surely bound when the name is read. Scopes of functions and
+comprehensions are the compiler's.
 
 Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__"``.
 """
@@ -141,7 +143,8 @@ class _Reader(ast.NodeVisitor):
             (needs.sure if sure else needs.maybe).add(name)
             needs.bound[name] = self._bound & needs.bound.get(name, self._bound)
 
-    # ---- what runs, in its order. A visitor reads the parts of its node, then does what the node itself does.
+    # ---- what runs, in its order. A visitor reads the parts of its node, then does what the node
+    # itself does.
 
     def visit(self, node: ast.AST) -> None:
         """Read a node: the names in its texts first, then its parts, then what it binds."""
@@ -326,7 +329,8 @@ class _Reader(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Read a class with its body, which runs here and binds no name of the cell.
 
-        A name that the body binds and then reads counts as *maybe* needed: methods that run in between would read the notebook's.
+        A name that the body binds and then reads counts as *maybe* needed: methods that run in
+        between would read the notebook's.
         """
         self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
         before, touched = self._bound, {*self.touched}
@@ -406,7 +410,7 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
     return found
 
 
-# ---------------------------------------------------------------- functions and classes of earlier cells
+# ----------------------------------------------------------- functions and classes of earlier cells
 
 
 def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[str]:
@@ -461,8 +465,9 @@ def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
 
 # ---------------------------------------------------------------- names in texts
 #
-# Much of what code uses stands in texts: in magics, ``eval``, ``query``, ``globals()["x"]``, ``__main__.x``, annotations. Each
-# word of a text may be a name, and where code makes the text, it may be any.
+# Much of what code uses stands in texts: in magics, ``eval``, ``query``, ``globals()["x"]``,
+# ``__main__.x``, annotations. Each word of a text may be a name, and where code makes the text, it
+# may be any.
 
 _ALL_NAMES = {"globals", "locals", "vars", "dir"}
 _RUN_TEXT = {"eval", "exec", "ex", "ev", "run_cell"}
@@ -475,7 +480,8 @@ _LOOKS_UP = {
 _LIST_NAMES = {"who", "whos", "who_ls"}
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 ANY = "*"
-"""Begins a name that stands for all of the notebook's; the code that may mean any of them follows."""
+"""Begins a name that stands for all of the notebook's; the code that may mean any of them follows.
+"""
 _SHOWN = 60
 
 

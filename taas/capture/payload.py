@@ -4,9 +4,10 @@
 
     | magic | where the header is | contents | region | region | ... | header (MessagePack) |
 
-The header is read without unpickling anything. The contents are a pickle of plain values only: flat states (:mod:`heap`), and what
-else the receiver has to know. Regions of a page or more begin on a page. The file is a memfd (memfd_create(2)), sealed, so that nobody
-can change or shorten it under those who have mapped it.
+The header is read without unpickling anything. The contents are a pickle of plain values only: flat
+states (:mod:`heap`), and what else the receiver has to know. Regions of a page or more begin on a
+page. The file is a memfd (memfd_create(2)), sealed, so that nobody can change or shorten it under
+those who have mapped it.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def check_room(sizes: dict[str, int]) -> None:
     largest = sorted(large, key=lambda name: -sizes[name])[:3]
     parts = ", ".join(f"{name} {size_in_words(sizes[name])}" for name in largest)
     raise CaptureError(
-        f"the names of this cell need {size_in_words(need)} of shared memory and {size_in_words(free)} is free "
-        f"({parts}). Delete what isn't needed, load the data inside the cell, or use a machine with more memory."
+        f"the names of this cell need {size_in_words(need)} of shared memory and"
+        f" {size_in_words(free)} is free ({parts}). Delete what isn't needed, load the data inside"
+        " the cell, or use a machine with more memory."
     )
 
 
@@ -146,13 +148,14 @@ def _no_room(error: OSError, written: int) -> NoRoom:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
         found = NoRoom(
-            f"it does not fit into a file of {size_in_words(limit)}, and this process may write no larger one (ulimit -f): "
-            "raise that limit, or let the cell save it in parts"
+            f"it does not fit into a file of {size_in_words(limit)}, and this process may write no"
+            " larger one (ulimit -f): raise that limit, or let the cell save it in parts"
         )
         found.fits = limit
     else:
         found = NoRoom(
-            f"there was room for {size_in_words(written)} ({error.strerror}): free some memory, or let the cell save it"
+            f"there was room for {size_in_words(written)} ({error.strerror}): free some memory, or"
+            " let the cell save it"
         )
         found.fits = written
     return found
@@ -225,7 +228,8 @@ class Payload:
     def mapped(self, device: str | None, known: dict[int, Stretch] | None = None) -> MemoryTable:
         """Return its memory as one private mapping, which nobody else writes to, beside memory that is known, by region.
 
-        What comes from a CUDA device goes to ``device``; to its own, where that is ``cuda``; to host memory where it is None.
+        What comes from a CUDA device goes to ``device``; to its own, where that is ``cuda``; to
+        host memory where it is None.
         """
         size = os.fstat(self._fd).st_size
         try:
@@ -271,7 +275,8 @@ def _not_mapped(nbytes: int) -> CaptureError:
         else f"it may have {size_in_words(limit)} of address space (ulimit -v)"
     )
     return CaptureError(
-        f"this process has no room for {size_in_words(nbytes)}: {cause}. Delete what isn't needed, or raise the limit."
+        f"this process has no room for {size_in_words(nbytes)}: {cause}. Delete what isn't needed,"
+        " or raise the limit."
     )
 
 

@@ -130,7 +130,9 @@ _PAIRS = (
     ("data_parallel_rank", "data_parallel_size"),
     ("shard_id", "num_shards"),
 )
-"""Attributes that say of which rank an object is, and of how many; also with underscores before both."""
+"""Attributes that say of which rank an object is, and of how many; also with underscores before
+both.
+"""
 _SHARES_BY_NAME = re.compile(r"Sampler|Shard|Distributed|DataLoader|DL$")
 
 _from_ranks: dict[int, weakref.ref[Any]] = {}
@@ -289,7 +291,8 @@ def surely_read(
 ) -> set[str]:
     """Return the names that a cell surely needs, with what functions under them read.
 
-    ``words`` are those of the code that runs: functions and methods that it does not name are not asked.
+    ``words`` are those of the code that runs: functions and methods that it does not name are not
+    asked.
     """
     found, waiting = {*sure}, [*sure]
     for name in waiting:  # grows
@@ -463,7 +466,8 @@ def fit_of(
         elif size > 1 and libraries.is_lone_trainer(heap.objects[n]):
             path, _ = heap.way_to({n}, roots)
             fit.lines.append(
-                f"{path} is a Trainer for one process, and {here}: each works alone with it. Make it in this cell."
+                f"{path} is a Trainer for one process, and {here}: each works alone with it. Make"
+                " it in this cell."
             )
 
     of_others: dict[int, set[int]] = {}
@@ -477,8 +481,8 @@ def fit_of(
         if names:
             is_one = len(names) == 1
             fit.lines.append(
-                f"{', '.join(names)} {'is' if is_one else 'are'} rank 0's share of {of}, and {here}: make "
-                f"{'it' if is_one else 'them'} in this cell."
+                f"{', '.join(names)} {'is' if is_one else 'are'} rank 0's share of {of}, and"
+                f" {here}: make {'it' if is_one else 'them'} in this cell."
             )
     if size > 1:
         known = _known_by_accelerators(heap, opaque, inside)
@@ -547,7 +551,10 @@ def _without_wrapper(
     missing += [
         (
             model,
-            "was prepared by accelerate for one process: call prepare again in this cell to train it.",
+            (
+                "was prepared by accelerate for one process: call prepare again in this cell to"
+                " train it."
+            ),
         )
         for model in libraries.prepared_models([heap.objects[n] for n in inside])
     ]

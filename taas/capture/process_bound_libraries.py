@@ -140,7 +140,8 @@ def settle(
     """Let what has come find out which process it is in; ``size`` ranks are in its run, None: it is no rank.
 
     In ranks this makes a process group, as the libraries do when such objects are made.
-    ``without_gpu``: in a process that must not look for one. ``wrapped``: models will be wrapped again.
+    ``without_gpu``: in a process that must not look for one. ``wrapped``: models will be wrapped
+    again.
     """
     settings = {**settings_waiting}
     settings_waiting.clear()

@@ -1,7 +1,8 @@
 """What belongs to the process that made it: process groups, what they are made of, iterators of DataLoaders, streams.
 
-Another process can do nothing with it, so it never travels. An object that has it as an attribute, or in a container there, does,
-without that attribute: a trained model must not be lost with a process group. Where the object is there already, it keeps its own.
+Another process can do nothing with it, so it never travels. An object that has it as an attribute,
+or in a container there, does, without that attribute: a trained model must not be lost with a
+process group. Where the object is there already, it keeps its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _DEEPEST = 4
 """Containers in containers that are looked into."""
 
 left_attributes: dict[tuple[int, str], tuple[Any, Any]] = {}
-"""The attributes that were left out since the last capture, by their object's id and their name: that object, and what it has there."""
+"""The attributes that were left out since the last capture, by their object's id and their name:
+that object, and what it has there.
+"""
 
 
 def is_of_process(cls: type) -> bool:

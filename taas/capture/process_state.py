@@ -1,12 +1,13 @@
 """What cells do to their process beside making names: one table, read and written in the notebook and in its ranks.
 
-A library that is not imported is not imported for its state: it takes it when it is imported. Variables that describe a rank, as
-torchrun's, never travel. A rank starts in the project whatever the notebook's working directory is (contract); where the cell
-changes it, the notebook's changes too.
+A library that is not imported is not imported for its state: it takes it when it is imported.
+Variables that describe a rank, as torchrun's, never travel. A rank starts in the project whatever
+the notebook's working directory is (contract); where the cell changes it, the notebook's changes
+too.
 
-How precise torch's float32 is has two interfaces: one for each backend and kind of operation, and the older one, whose
-functions raise once the newer one has said something that they have no word for. Both travel: the older one as
-far as it can be read, then the newer one, where torch has it.
+How precise torch's float32 is has two interfaces: one for each backend and kind of operation, and
+the older one, whose functions raise once the newer one has said something that they have no word
+for. Both travel: the older one as far as it can be read, then the newer one, where torch has it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class _PathOfRank:
 
 
 PROGRAM = "<cell>"
-"""What the program is called in ranks, which have none of the arguments that the notebook's kernel was started with."""
+"""What the program is called in ranks, which have none of the arguments that the notebook's kernel
+was started with.
+"""
 
 
 def _arguments(_: ModuleType) -> list[str]:
@@ -112,8 +115,8 @@ def _working_directory(_: ModuleType) -> str | None:
 class Row(NamedTuple):
     """One kind of state of a process, which is ``put`` when its ``library`` is imported.
 
-    What is told is of a dict the entries that changed, None for those that are gone; of a list the items but for those that a
-    rank had beside the notebook's; anything else whole.
+    What is told is of a dict the entries that changed, None for those that are gone; of a list the
+    items but for those that a rank had beside the notebook's; anything else whole.
     """
 
     name: str
@@ -349,7 +352,9 @@ _PRECISIONS = (
     ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"),
     ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
 )  # fmt: skip
-"""Backends and operations whose precision can be set; what is set for all comes before what has its own."""
+"""Backends and operations whose precision can be set; what is set for all comes before what has its
+own.
+"""
 
 
 def _precisions(torch: Any) -> tuple[str, ...] | None:
@@ -549,5 +554,8 @@ def put(changes: dict[str, Any]) -> None:
 
 def not_brought(error: Exception) -> tuple[str, str]:
     """Say what did not come back with the names, which have to, whatever a cell did to its process."""
-    what = "the state of the process (environment, working directory, random numbers, settings of libraries)"
+    what = (
+        "the state of the process (environment, working directory, random numbers, settings of"
+        " libraries)"
+    )
     return what, f"{type(error).__name__}: {error}"

@@ -1,11 +1,12 @@
 """Objects of a training under way that refer to their process: bars of tqdm, and scalers of gradients in an iteration.
 
-A bar writes by functions that hold a stream of its process. What travels is which stream it is, and how long its last line was;
-where the bar is already it goes on writing by what it has.
+A bar writes by functions that hold a stream of its process. What travels is which stream it is, and
+how long its last line was; where the bar is already it goes on writing by what it has.
 
-A scaler keeps what it has found of each optimizer's gradients, between ``unscale_`` and ``update``, under the optimizer's address,
-and refuses to be pickled then. The optimizers travel in place of their addresses. Otherwise the scale travels as a number, as in
-the scaler's pickle, from which it makes a tensor anew on the device where it is used.
+A scaler keeps what it has found of each optimizer's gradients, between ``unscale_`` and ``update``,
+under the optimizer's address, and refuses to be pickled then. The optimizers travel in place of
+their addresses. Otherwise the scale travels as a number, as in the scaler's pickle, from which it
+makes a tensor anew on the device where it is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The states of a process's generators of random numbers: of ``random``, NumPy, torch, and the rank's CUDA device.
 
-CUDA's is a state only once CUDA is initialised. Until then torch keeps a queue of what to do to its generators; a state that
-came from elsewhere waits in it, is the state as long as nobody has seeded CUDA since, and travels on.
+CUDA's is a state only once CUDA is initialised. Until then torch keeps a queue of what to do to its
+generators; a state that came from elsewhere waits in it, is the state as long as nobody has seeded
+CUDA since, and travels on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from taas.capture.memory import view_of
 from taas.import_hooks import loaded
 
 _waiting: list[tuple[Callable[[], None], bytes]] = []
-"""The last call that this process has queued to set a state of CUDA's generator, and the state, if any."""
+"""The last call that this process has queued to set a state of CUDA's generator, and the state, if
+any.
+"""
 
 
 def _having(name: str, attribute: str) -> Any:
@@ -87,7 +90,8 @@ def _set_cuda_state(torch: Any, data: bytes) -> None:
     if torch.cuda.is_initialized():
         set_own()
         return
-    # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be overridden
+    # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be
+    # overridden
     torch.cuda._lazy_call(set_all, seed_all=True)
     _waiting[:] = [(set_all, data)]
 

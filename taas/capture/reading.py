@@ -1,11 +1,11 @@
 """What an object consists of: a :class:`Reading`. The rule for objects of Python classes, and for own protocols.
 
-The rule is pickle's: an object is its class, the arguments it is made with, and its state. An object of a Python
-class is its ``__dict__`` (that very dict, which others may hold) and its slots. Whoever defines a protocol of his own
-is taken at his word. :mod:`reader` chooses who reads what.
+The rule is pickle's: an object is its class, the arguments it is made with, and its state. An
+object of a Python class is its ``__dict__`` (that very dict, which others may hold) and its slots.
+Whoever defines a protocol of his own is taken at his word. :mod:`reader` chooses who reads what.
 
-Items of containers are put by the methods of the built-in class, so that no method of a subclass runs that may need what is
-not there yet.
+Items of containers are put by the methods of the built-in class, so that no method of a subclass
+runs that may need what is not there yet.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _HEAP_TYPE = 1 << 9
 class Reading(NamedTuple):
     """How an object is made, and what is put into it.
 
-    ``setter(object, state)`` gives it its state, whatever it had before; a state of None is that of a new object, and no setter
-    means that its class knows no other. ``changer(object, constructor, *arguments)`` makes an object that is there what these make;
-    None where that needs a new object.
+    ``setter(object, state)`` gives it its state, whatever it had before; a state of None is that of
+    a new object, and no setter means that its class knows no other.
+    ``changer(object, constructor, *arguments)`` makes an object that is there what these make; None
+    where that needs a new object.
     """
 
     constructor: Callable[..., Any]

@@ -1,10 +1,12 @@
 """Setup cells: what they do to libraries in the notebook's process they do again in each process that starts for a run.
 
-A library's registry (accessors, resolvers, representers, converters) has no form in which it could travel. So the cell
-that fills it runs again, in the order of the notebook, before the names arrive, which may need it.
+A library's registry (accessors, resolvers, representers, converters) has no form in which it could
+travel. So the cell that fills it runs again, in the order of the notebook, before the names arrive,
+which may need it.
 
-A rank that stays runs what is new before its next cell. The notebook forgets a cell by :func:`forget_all` only; the cell
-that is run again, edited or not, takes the place of what it was before, and its turn is then the last, as in the notebook.
+A rank that stays runs what is new before its next cell. The notebook forgets a cell by
+:func:`forget_all` only; the cell that is run again, edited or not, takes the place of what it was
+before, and its turn is then the last, as in the notebook.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
     """Run those that this process has not run yet, compiled with ``flags``; what they print the notebook has shown.
 
     Raises:
-        CaptureError: one failed, which it did not in the notebook; its cause is what the cell raised.
+        CaptureError: one failed, which it did not in the notebook; its cause is what the cell
+            raised.
     """
     for cell in cells:
         if cell.run in _done:
@@ -102,6 +105,7 @@ def _failed(cell: SetupCell, error: Exception) -> CaptureError:
     ]
     where = f", in its line {lines[0]}" if lines else ""
     return CaptureError(
-        f"the setup cell In[{cell.number}] failed{where}: {type(error).__name__}: {error}. It runs in each new process before "
-        "the names arrive, and without them. Mend it and run it again, or type %taas setup --clear."
+        f"the setup cell In[{cell.number}] failed{where}: {type(error).__name__}: {error}. It runs"
+        " in each new process before the names arrive, and without them. Mend it and run it again,"
+        " or type %taas setup --clear."
     )

@@ -1,13 +1,14 @@
 """Tensors, storages and arrays: views of memory that travels beside the states.
 
-torch's own reduction copies a storage into bytes several times, and pickle's protocol 5 sends each array's memory separately, so
-that views no longer share it. This module imports torch and NumPy only to rebuild: where they are not loaded there is nothing of
-theirs.
+torch's own reduction copies a storage into bytes several times, and pickle's protocol 5 sends each
+array's memory separately, so that views no longer share it. This module imports torch and NumPy
+only to rebuild: where they are not loaded there is nothing of theirs.
 
-A value that is sharded over ranks is whole where this rank has all of it, else nothing of it travels: a pickle of a
-DTensor holds this rank's shard under the whole's shape.
+A value that is sharded over ranks is whole where this rank has all of it, else nothing of it
+travels: a pickle of a DTensor holds this rank's shard under the whole's shape.
 
-An array of objects is what its own protocol says, a view of one with objects of its own. The memory of a file (``np.memmap``) stays there.
+An array of objects is what its own protocol says, a view of one with objects of its own. The memory
+of a file (``np.memmap``) stays there.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 ONLY_A_SHARD = (
-    "rank 0 has only a shard of it. Gather it in the cell, in all ranks: tensor.full_tensor(), or for a model "
-    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
+    "rank 0 has only a shard of it. Gather it in the cell, in all ranks: tensor.full_tensor(), or"
+    " for a model get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of"
+    " torch.distributed.checkpoint.state_dict"
 )
 _SHARDED = {
     "torch.distributed.tensor.DTensor",
@@ -177,7 +179,8 @@ def _make_other(cls: Any, constructor: Callable[..., Any], arguments: tuple[Any,
 def _made_by(constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     made = constructor(*arguments)
     torch: Any = sys.modules["torch"]
-    torch._utils._validate_loaded_sparse_tensors()  # else torch keeps it, for the torch.load to come
+    # else torch keeps it, for the torch.load to come
+    torch._utils._validate_loaded_sparse_tensors()
     return made
 
 

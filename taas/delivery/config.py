@@ -74,7 +74,9 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     ranks: int  # world size N
     slab: int  # bytes of elements under way or held, per rank: the stated bound of memory
     folder: str = ""
-    """Where the sockets on this host are, which nobody else can enter; empty: ranks and data workers share no memory."""
+    """Where the sockets on this host are, which nobody else can enter; empty: ranks and data
+    workers share no memory.
+    """
     host: str = "127.0.0.1"  # address for the coordinator to listen on where there is no folder
     endpoint: str = ""  # where it listens, once that is known
     encrypt: bool = True  # CURVE on the data path between hosts

@@ -1,7 +1,8 @@
 """A rank's connection to its data workers and the coordinator, and what it does with the memory of its elements.
 
-zmq's own I/O thread receives while the rank computes; the connection is drained when asked. Data workers make an element at
-least once; here it is yielded exactly once: what is here already, or was yielded, is dropped by its number.
+zmq's own I/O thread receives while the rank computes; the connection is drained when asked. Data
+workers make an element at least once; here it is yielded exactly once: what is here already, or was
+yielded, is dropped by its number.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ class Holdings:
             return None
         assert slabs is not None
         slabs.fault_in(arrival.offset, arrival.capacity)
-        # It may be used no more before it is taken, as all of it was copied, or only after that: in any thread. What comes
-        # second gives it back; of an element that is never taken nobody says anything.
+        # It may be used no more before it is taken, as all of it was copied, or only after that: in
+        # any thread. What comes second gives it back; of an element that is never taken nobody says
+        # anything.
         events = itertools.count()
 
         def note() -> None:

@@ -1,8 +1,8 @@
 """The coordinator process: one per run, owner of the ledger and of the slabs' memory.
 
-``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then a ``Command`` in each
-line, and writes its ``Report`` messages as JSON lines to stdout. The end of stdin ends it. It imports no torch and
-unpickles nothing of the user's.
+``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then a
+``Command`` in each line, and writes its ``Report`` messages as JSON lines to stdout. The end of
+stdin ends it. It imports no torch and unpickles nothing of the user's.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ class Coordinator:
         # seconds would count against pools that this process was paused (a container's freezer)
         self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
-        """At which tick each data VM's worker pool was last heard; None: it is struck, though it may say more."""
+        """At which tick each data VM's worker pool was last heard; None: it is struck, though it
+        may say more.
+        """
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
@@ -236,8 +238,8 @@ class Coordinator:
             return
         for name, why in final.unknown.items():
             text = (
-                f"'{name}': {why}; so its generator stands in the notebook where it stood before the cell. Seed it "
-                "anew if the order of the next cell's elements matters"
+                f"'{name}': {why}; so its generator stands in the notebook where it stood before"
+                " the cell. Seed it anew if the order of the next cell's elements matters"
             )
             self._report(Note(text))
         self._over = True
@@ -317,7 +319,8 @@ class Coordinator:
             self._since_worker = now
         elif now - self._since_worker > self.config.alone and self.ledger.joined:
             self._fail(
-                f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone"
+                f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are"
+                " gone"
             )
         self._meter.tell(now, self._report)
 

@@ -1,7 +1,8 @@
 """Elements as bytes: a small pickle, and one region of raw memory for its tensors and arrays.
 
-A worker's ``default_collate`` stacks tensors straight into the region; whatever is not there yet (a user's own collate, numpy
-arrays) is copied in once. The region is a slot of a rank's slab, or a buffer of its own that travels as one frame.
+A worker's ``default_collate`` stacks tensors straight into the region; whatever is not there yet (a
+user's own collate, numpy arrays) is copied in once. The region is a slot of a rank's slab, or a
+buffer of its own that travels as one frame.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _SIZES = [dtype.itemsize for dtype in _DTYPES]
 class RawRegion:
     """Memory that one element is made in: a bump allocator over a writable buffer.
 
-    ``needed`` grows past ``capacity`` when something did not fit; the element then needs a larger region.
+    ``needed`` grows past ``capacity`` when something did not fit; the element then needs a larger
+    region.
     """
 
     def __init__(self, buffer: memoryview, *, slot: bool = False, address: int = 0) -> None:
@@ -74,7 +76,8 @@ class RawRegion:
         )
 
 
-# ── collate ───────────────────────────────────────────────────────────────────────────────────────────
+# ── collate
+# ───────────────────────────────────────────────────────────────────────────────────────────
 
 _current: RawRegion | None = None
 _dtype_of = operator.attrgetter("dtype")
@@ -119,7 +122,8 @@ def stacking_into(region: RawRegion | None) -> Iterator[None]:
         _current = None
 
 
-# ── encode ────────────────────────────────────────────────────────────────────────────────────────────
+# ── encode
+# ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Encoder(pickle.Pickler):
@@ -181,11 +185,15 @@ class _Encoder(pickle.Pickler):
         source = tensor if order is None else tensor.permute(order)
         if self.fits and nbytes:
             self._region.tensor(offset, tensor.dtype, tuple(source.shape)).copy_(source)
-        return _tensor, (offset, code, shape) if order is None else (
-            offset,
-            code,
-            shape,
-            tensor.stride(),
+        return _tensor, (
+            (offset, code, shape)
+            if order is None
+            else (
+                offset,
+                code,
+                shape,
+                tensor.stride(),
+            )
         )
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
@@ -242,7 +250,8 @@ def pack_element(element: Any, region: RawRegion) -> tuple[RawRegion, bytes]:
     return region, stream
 
 
-# ── decode ────────────────────────────────────────────────────────────────────────────────────────────
+# ── decode
+# ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 _memory = threading.local()  # ``exporter``: where what this thread unpickles has its raw memory
@@ -283,4 +292,5 @@ def decode(stream: Any, exporter: Any) -> Any:
         return pickle.loads(stream)
     finally:
         _memory.exporter = None
-        torch._utils._validate_loaded_sparse_tensors()  # else torch keeps them, for the torch.load to come
+        # else torch keeps them, for the torch.load to come
+        torch._utils._validate_loaded_sparse_tensors()

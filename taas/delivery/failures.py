@@ -1,7 +1,8 @@
 """What user code raised in a data process, and how a rank raises it: as one traceback, on the user's own lines.
 
-A traceback cannot be pickled. So the lines travel, and the rank makes frames that stand at them: its error goes on from the line
-of the cell into the dataset's, as it would without data workers. Of taas itself no frame is shown.
+A traceback cannot be pickled. So the lines travel, and the rank makes frames that stand at them:
+its error goes on from the line of the cell into the dataset's, as it would without data workers. Of
+taas itself no frame is shown.
 """
 
 from __future__ import annotations

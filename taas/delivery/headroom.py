@@ -83,8 +83,8 @@ class Headroom:
     def is_left(self, rank: int, plan: Plan, workers: int) -> bool:
         """Whether one more element of a plan may be made for a rank, by so many workers as there are.
 
-        Two may be under way in every plan, whatever others hold: an iterator that is only kept open holds nobody up.
-        Of a stream its owner has to keep what a rank leaves: a slab full at most.
+        Two may be under way in every plan, whatever others hold: an iterator that is only kept open
+        holds nobody up. Of a stream its owner has to keep what a rank leaves: a slab full at most.
         """
         view = plan.ranks[rank]
         ahead, size = len(view.unconsumed), self.paces[plan.loader].size

@@ -1,11 +1,12 @@
 """Who makes element i: leases, deaths, retries. Pure; no I/O.
 
-Whatever a lost worker had that its rank has not consumed is leased again, to others: an element's number is the same in
-every lease of it, and its rank drops what it has already. A loader of an iterable dataset has one owner among the workers,
-who makes its elements in their order.
+Whatever a lost worker had that its rank has not consumed is leased again, to others: an element's
+number is the same in every lease of it, and its rank drops what it has already. A loader of an
+iterable dataset has one owner among the workers, who makes its elements in their order.
 
-Where rank and worker share memory, a lease has a slot of the rank's slab. It is given back when the rank uses none of the
-element's memory any more, or will never ask for it, and the worker is through with it.
+Where rank and worker share memory, a lease has a slot of the rank's slab. It is given back when the
+rank uses none of the element's memory any more, or will never ask for it, and the worker is through
+with it.
 """
 
 from __future__ import annotations
@@ -225,8 +226,9 @@ class Ledger:
     def _lease_retries(self, leases: dict[Peer, list[Ticket]]) -> None:
         """Lease again what lost workers had, the earliest step first.
 
-        Where no worker may take an element now, none may take a later one of its kind either, and the search
-        ends. Only the elements of a stream wait for that stream's own worker: behind them it goes on.
+        Where no worker may take an element now, none may take a later one of its kind either, and
+        the search ends. Only the elements of a stream wait for that stream's own worker: behind
+        them it goes on.
         """
         waiting: list[Retry] = []
         while self._retries:
@@ -307,7 +309,8 @@ class Ledger:
     def _least_busy(self, work: Work) -> WorkerState | None:
         """Return an idle worker; else, of those with less than ``_WINDOW`` seconds of work, the one with the least.
 
-        Before the first element was made nobody knows how long one takes: then only an idle worker takes one.
+        Before the first element was made nobody knows how long one takes: then only an idle worker
+        takes one.
         """
         is_measured = self.room.paces[work.plan.loader].size > 0
         best, least = None, (_WINDOW, 0)

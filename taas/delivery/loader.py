@@ -1,8 +1,8 @@
 """The rank's side: what the registered variable is in a rank.
 
-A ``DeliveredLoader`` is a DataLoader to everybody who looks, whose iterator asks the data workers for this rank's elements.
-What would shard it again (Lightning, accelerate) finds a DistributedSampler and a loader that is prepared, and leaves both
-alone.
+A ``DeliveredLoader`` is a DataLoader to everybody who looks, whose iterator asks the data workers
+for this rank's elements. What would shard it again (Lightning, accelerate) finds a
+DistributedSampler and a loader that is prepared, and leaves both alone.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 def _connected() -> DeliveryConnection:
     if _parents is not None:
         raise DeliveryError(
-            f"process {os.getpid()} was forked by a rank, and a registered loader yields in the rank alone: iterate it "
-            "there and hand what it yields to the process, or give the process a loader that is not registered"
+            f"process {os.getpid()} was forked by a rank, and a registered loader yields in the"
+            " rank alone: iterate it there and hand what it yields to the process, or give the"
+            " process a loader that is not registered"
         )
     if _connection is None:
         raise DeliveryError(
-            "this process has no data workers: a registered loader yields only in the ranks of a cell with --cpus"
+            "this process has no data workers: a registered loader yields only in the ranks of a"
+            " cell with --cpus"
         )
     return _connection
 
@@ -73,17 +75,20 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
         return {}
     if connection.begun:
         raise DeliveryError(
-            "taas.resume() comes too late: a loop over a registered loader has begun. Call it before the first one"
+            "taas.resume() comes too late: a loop over a registered loader has begun. Call it"
+            " before the first one"
         )
     known = connection.welcome()
     for name, (iteration, step) in given.items():
         if name not in known:
             raise DeliveryError(
-                f"taas.resume({name}=…): '{name}' is not a loader of this run. Its loaders are {', '.join(known)}"
+                f"taas.resume({name}=…): '{name}' is not a loader of this run. Its loaders are"
+                f" {', '.join(known)}"
             )
         if iteration < 0 or step < 0:
             raise DeliveryError(
-                f"taas.resume({name}=({iteration}, {step})): allowed are an iteration and a step from 0 on"
+                f"taas.resume({name}=({iteration}, {step})): allowed are an iteration and a step"
+                " from 0 on"
             )
     config = connection.config
     connection.places.update(
@@ -110,7 +115,8 @@ class PlannedSampler(DistributedSampler[Any]):
     """The sampler as a rank sees it: its epoch reaches the plan, its indices do not exist here."""
 
     def __init__(self, loader: DeliveredLoader, attributes: dict[str, Any]) -> None:
-        # DistributedSampler.__init__ wants a process group and a dataset's length; the plan has both.
+        # DistributedSampler.__init__ wants a process group and a dataset's length; the plan has
+        # both.
         self._loader = loader
         self.__dict__.update(attributes)
 
@@ -125,8 +131,8 @@ class PlannedSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         raise DeliveryError(
-            f"the indices of '{self._loader.taas_name}' are drawn where its data workers are; iterate the loader "
-            "itself, which yields this rank's elements already"
+            f"the indices of '{self._loader.taas_name}' are drawn where its data workers are;"
+            " iterate the loader itself, which yields this rank's elements already"
         )
 
     def __len__(self) -> int:
@@ -168,13 +174,15 @@ class DeliveredLoader(DataLoader[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise pickle.PicklingError(
-            f"'{self.taas_name}' is a registered loader: it lives in the ranks of its run and cannot be sent elsewhere"
+            f"'{self.taas_name}' is a registered loader: it lives in the ranks of its run and"
+            " cannot be sent elsewhere"
         )
 
     def _facts(self) -> tuple[int, LoaderFacts]:
         if (known := _connected().welcome().get(self.taas_name)) is None:
             raise DeliveryError(
-                f"'{self.taas_name}' is not among the loaders of this run: register it before the cell"
+                f"'{self.taas_name}' is not among the loaders of this run: register it before the"
+                " cell"
             )
         return known
 
@@ -195,7 +203,8 @@ class DeliveredLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Begin the next iteration. Raises UnitsExhausted where ``--units`` elements were taken already.
 
-        The loop that an earlier start of the run had ended with them is empty instead: the cell was on its way to its save.
+        The loop that an earlier start of the run had ended with them is empty instead: the cell was
+        on its way to its save.
         """
         connection = _connected()
         index, facts = self._facts()
@@ -209,9 +218,9 @@ class DeliveredLoader(DataLoader[Any]):
         if allowed is not None and used_up and place == _START:
             ranks = connection.config.ranks
             raise UnitsExhausted(
-                f"--units: {allowed * ranks} elements of '{self.taas_name}' were taken ({allowed} steps in each of "
-                f"{ranks} ranks) and the cell asks for another iteration. Give more with "
-                f"--units {self.taas_name}=NUMBER, or iterate fewer times"
+                f"--units: {allowed * ranks} elements of '{self.taas_name}' were taken ({allowed}"
+                f" steps in each of {ranks} ranks) and the cell asks for another iteration. Give"
+                f" more with --units {self.taas_name}=NUMBER, or iterate fewer times"
             )
         epoch = None if facts.epoch is None else self._epoch
         plan = connection.begin(index, self._iterations, epoch, place)

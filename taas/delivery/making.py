@@ -1,6 +1,7 @@
 """How an element is made: torch's own fetch and collate, with a seed per element, or as one of a stream.
 
-The elements of an iterable dataset are those that torch's own DataLoader yields, with processes of its own, in one data worker.
+The elements of an iterable dataset are those that torch's own DataLoader yields, with processes of
+its own, in one data worker.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Failure:
 
 
 RngStates = dict[str, Any]
-"""States of the process-wide generators that samplers and datasets draw from, of those that are loaded."""
+"""States of the process-wide generators that samplers and datasets draw from, of those that are
+loaded.
+"""
 rngs_now = partial(states_of_generators, cuda=False)
 apply_rngs = partial(set_generators, cuda=False)
 
@@ -125,13 +128,15 @@ def _short(index: Any) -> str:
     return f"index {index!r}" if not isinstance(index, list) else f"indices {index!r}"
 
 
-# ── iterable datasets ─────────────────────────────────────────────────────────────────────────────────
+# ── iterable datasets
+# ─────────────────────────────────────────────────────────────────────────────────
 
 
 class _Elements(IterableDataset[Any]):
     """What one of torch's own workers yields of a loader, in that process: elements made and packed there, or Failures.
 
-    With ``num_workers=0`` a worker makes what the notebook itself would, from one and the same dataset in all iterations.
+    With ``num_workers=0`` a worker makes what the notebook itself would, from one and the same
+    dataset in all iterations.
     """
 
     def __init__(self, name: str, parts: LoaderParts) -> None:
@@ -212,8 +217,9 @@ class _Stream:
         while self.made < row_end:
             element = self._next()
             if element is None:
-                # A dataset that raises has ended. The ranks whose elements would have come behind get the same error: a
-                # row that is not whole is dropped, and the error would be with it.
+                # A dataset that raises has ended. The ranks whose elements would have come behind
+                # get the same error: a row that is not whole is dropped, and the error would be
+                # with it.
                 in_row = self.made % ranks > 0
                 if not (in_row and isinstance(self._last, Failure)):
                     break
@@ -259,7 +265,8 @@ class OwnedStreams:
             if elements is None:
                 elements = self._new(ticket.loader)
                 if iteration > 0 and self._loaders[ticket.loader][1].persistent_workers:
-                    # They have died since, or the run was started again: there is no place to go on from.
+                    # They have died since, or the run was started again: there is no place to go on
+                    # from.
                     base_seed = element_seed(base_seed, iteration, 0)
             stream = self._streams[ticket.plan] = _Stream(elements, base_seed)
         found = stream.take(position, ticket.floor, self._ranks, pads=self._pads)

@@ -1,6 +1,7 @@
 """What the processes of a delivery say: to each other in MessagePack over zmq, and to the supervisor in JSON lines.
 
-Opaque ``bytes`` fields hold pickles of user objects (an index, an exception): the coordinator passes them on unread.
+Opaque ``bytes`` fields hold pickles of user objects (an index, an exception): the coordinator
+passes them on unread.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-# ── planner ───────────────────────────────────────────────────────────────────────────────────────────
+# ── planner
+# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LoaderFacts(NamedTuple):
@@ -144,13 +146,15 @@ class FinishPlans(Message, frozen=True):
 class Final(Message, frozen=True):
     """Where the loaders' generators stand, for ``registered.apply_final``."""
 
-    states: bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
+    # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
+    states: bytes
     unknown: dict[str, str] = msgspec.field(
         default_factory=dict
     )  # why it is not known of others, by name
 
 
-# ── workers and their pools ───────────────────────────────────────────────────────────────────────────
+# ── workers and their pools
+# ───────────────────────────────────────────────────────────────────────────
 
 
 class WorkerLost(Message, frozen=True):
@@ -170,10 +174,14 @@ class Ticket(NamedTuple):
     seq: int
     rank: int  # for whom
     seed: int  # what all RNGs are set to before it is made
-    which: bytes  # element: a pickled index of the dataset, or, of an iterable one, position, iteration and base seed
+    # element: a pickled index of the dataset, or, of an iterable one, position, iteration and base
+    # seed
+    which: bytes
     offset: int = 0  # of the slot in the slabs
     capacity: int = 0  # its bytes; 0 asks for frames on the socket
-    floor: int = 0  # of an iterable dataset: no element before this one will be asked for again, unless it fills up the last row
+    # of an iterable dataset: no element before this one will be asked for again, unless it fills up
+    # the last row
+    floor: int = 0
     poison: str = ""  # how its makers have died: send an error in its place
 
 
@@ -189,7 +197,8 @@ class Result(NamedTuple):
     )  # its dataset is iterable, and has no more than so many elements: this is none of them
 
 
-# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks
+# ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Begin(Message, frozen=True):
@@ -231,7 +240,8 @@ class Progress(Message, frozen=True):
     waited: float  # seconds spent waiting in all
 
 
-# ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────────
+# ── the data path (worker → rank), frame 0 after its MAC
+# ──────────────────────────────────────────────
 
 
 class ElementArrival(NamedTuple):
@@ -247,7 +257,8 @@ class ElementArrival(NamedTuple):
     pickled: int  # bytes of its pickle
 
 
-# ── the coordinator and the supervisor ────────────────────────────────────────────────────────────────
+# ── the coordinator and the supervisor
+# ────────────────────────────────────────────────────────────────
 
 
 class ProgressReport(Message, frozen=True):
@@ -263,7 +274,8 @@ class ProgressReport(Message, frozen=True):
 class HostLost(Message, frozen=True):
     """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other.
 
-    On this host the coordinator only finds that a worker pool is silent: the supervisor ends it, and says when it is gone.
+    On this host the coordinator only finds that a worker pool is silent: the supervisor ends it,
+    and says when it is gone.
     """
 
     vm: int  # the planner has -1

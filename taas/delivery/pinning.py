@@ -1,6 +1,7 @@
 """Elements in page-locked memory, from which a GPU copies beside the program (``DataLoader(pin_memory=True)``).
 
-While the program works with an element, a thread copies the next one, if that is here. The pinned buffers are torch's, which keeps them for later elements, and knows which of them a GPU still reads.
+While the program works with an element, a thread copies the next one, if that is here. The pinned
+buffers are torch's, which keeps them for later elements, and knows which of them a GPU still reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What element i is: the order of one iteration, fixed before anybody makes it. Pure; no I/O.
 
-Indices arrive in the order of the user's sampler and leave as rows of one element a rank: element ``seq`` is step
-``seq // ranks`` of rank ``seq % ranks``. Only whole rows leave, so that all ranks have the same number of steps.
+Indices arrive in the order of the user's sampler and leave as rows of one element a rank: element
+``seq`` is step ``seq // ranks`` of rank ``seq % ranks``. Only whole rows leave, so that all ranks
+have the same number of steps.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def element_seed(base_seed: int, iteration: int, seq: int) -> int:
 def unshared(elements: int, ranks: int) -> str:
     """Return what is said of an iteration whose last row is incomplete."""
     return (
-        f"has {elements} elements, which {ranks} ranks cannot share evenly. Use --uneven drop (leaves out the last "
-        f"{elements % ranks}) or --uneven pad (repeats the first ones), or choose a batch size that divides"
+        f"has {elements} elements, which {ranks} ranks cannot share evenly. Use --uneven drop"
+        f" (leaves out the last {elements % ranks}) or --uneven pad (repeats the first ones), or"
+        " choose a batch size that divides"
     )
 
 
@@ -46,7 +48,8 @@ class Lease:
     capacity: int  # of its slot; 0: it has none
     expected: float  # seconds it should take
     done: bool = False  # its worker writes no more
-    lost: bool = False  # its worker is dead, or has found no such element in its stream: the element may not come
+    # its worker is dead, or has found no such element in its stream: the element may not come
+    lost: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +115,8 @@ class Plan:
     epoch: int | None
     size: InitVar[int]  # of the world
     uneven: Uneven
-    streamed: bool = False  # its elements are those of an iterable dataset: nobody knows how many before the last is made
+    # its elements are those of an iterable dataset: nobody knows how many before the last is made
+    streamed: bool = False
     ranks: list[RankView] = field(init=False)
     furthest: int = 0  # of a stream: elements that anybody has made
     deaths: tuple[int, int] = (

@@ -68,14 +68,16 @@ class LoaderBook:
     def planned(self, *, begun: bool = False) -> int:
         """Return how many elements are planned or delivered.
 
-        ``begun``: without iterations that are only prepared for, and without what a stream may not have.
+        ``begun``: without iterations that are only prepared for, and without what a stream may not
+        have.
         """
         count = self.delivered
         for plan in self.plans.values():
             if begun and not plan.begun:
                 continue
             for view in plan.ranks:
-                # What was leased beyond the end of a stream, before that was known, is over, and is nobody's.
+                # What was leased beyond the end of a stream, before that was known, is over, and is
+                # nobody's.
                 count += sum(not work.over for work in view.unconsumed)
                 if not begun or not plan.streamed or plan.ended:
                     count += len(view.queue)
@@ -253,16 +255,17 @@ class Plans:
         here = (message.iteration, message.start)
         if book.begun_at is not None and rank not in book.begun_by and book.begun_at != here:
             return (
-                f"ranks disagree about where '{book.facts.name}' goes on: this rank begins at iteration {here[0]}, "
-                f"step {here[1]}, another one began at iteration {book.begun_at[0]}, step {book.begun_at[1]}. Call "
-                "taas.resume() in every rank, with the same places"
+                f"ranks disagree about where '{book.facts.name}' goes on: this rank begins at"
+                f" iteration {here[0]}, step {here[1]}, another one began at iteration"
+                f" {book.begun_at[0]}, step {book.begun_at[1]}. Call taas.resume() in every rank,"
+                " with the same places"
             )
         plan = book.plans.get(message.iteration)
         if plan is not None and plan.begun and plan.epoch != message.epoch:
             return (
-                f"ranks disagree about the epoch of '{book.facts.name}': this rank called "
-                f"set_epoch({message.epoch}), another one set_epoch({plan.epoch}), both for iteration "
-                f"{message.iteration}. Call set_epoch with the same number in every rank"
+                f"ranks disagree about the epoch of '{book.facts.name}': this rank called"
+                f" set_epoch({message.epoch}), another one set_epoch({plan.epoch}), both for"
+                f" iteration {message.iteration}. Call set_epoch with the same number in every rank"
             )
         return ""
 

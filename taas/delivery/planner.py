@@ -1,12 +1,13 @@
 """The planner process: it answers the coordinator with the indices that the user's samplers draw.
 
-Samplers run exactly as torch's DataLoader would run them. It draws in a fixed sequence, which these plans repeat
-(``torch/utils/data/dataloader.py``): a new iterator calls ``iter(index_sampler)``, then draws its base seed from the
-loader's generator; with workers it calls ``iter(index_sampler)`` once more. Persistent workers keep that iterator: a
-later iteration of theirs only calls ``iter(index_sampler)``, once.
+Samplers run exactly as torch's DataLoader would run them. It draws in a fixed sequence, which these
+plans repeat (``torch/utils/data/dataloader.py``): a new iterator calls ``iter(index_sampler)``,
+then draws its base seed from the loader's generator; with workers it calls ``iter(index_sampler)``
+once more. Persistent workers keep that iterator: a later iteration of theirs only calls
+``iter(index_sampler)``, once.
 
-Each loader plans on RNG streams of its own that begin where the notebook's stood at launch: how far one
-loader is planned ahead never shows in the order of another.
+Each loader plans on RNG streams of its own that begin where the notebook's stood at launch: how far
+one loader is planned ahead never shows in the order of another.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ _SLICE = 0.02
 """Seconds after which a slow sampler's indices are sent, even if more were asked for."""
 
 
-# ── one loader's iterations ───────────────────────────────────────────────────────────────────────────
+# ── one loader's iterations
+# ───────────────────────────────────────────────────────────────────────────
 
 
 _Snapshot = tuple[RngStates, dict[str, Any]]
-"""Everything an iteration's order hangs on: states of process-wide RNGs, and of the sampler's own generators by path."""
+"""Everything an iteration's order hangs on: states of process-wide RNGs, and of the sampler's own
+generators by path.
+"""
 
 
 @dataclass(slots=True)
@@ -108,8 +112,8 @@ class LoaderPlans:
         """Return the index sampler once per rank, each seeing that rank's share."""
         if sampler.num_replicas != self.ranks:
             self.note = (
-                f"'{self.name}': its DistributedSampler was built for {sampler.num_replicas} replicas, the run has "
-                f"{self.ranks} ranks; it is used with {self.ranks}"
+                f"'{self.name}': its DistributedSampler was built for {sampler.num_replicas}"
+                f" replicas, the run has {self.ranks} ranks; it is used with {self.ranks}"
             )
         copies = []
         for rank in range(self.ranks):
@@ -128,7 +132,8 @@ class LoaderPlans:
     def open(self, number: int, epoch: int | None, *, repeats: bool = False) -> Iteration:
         """Begin an iteration; one begun before starts from the same state again.
 
-        Where it ``repeats``, all iterations before it run to their ends first, as in an earlier start of the run.
+        Where it ``repeats``, all iterations before it run to their ends first, as in an earlier
+        start of the run.
         """
         opened = Iteration(number)
         try:
@@ -281,7 +286,8 @@ def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
     return found
 
 
-# ── the process ───────────────────────────────────────────────────────────────────────────────────────
+# ── the process
+# ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Planner:
@@ -313,7 +319,10 @@ class Planner:
             return Planned(message.plan, opened.base_seed, packed, opened.ended)
         if packed:  # the next answer tells of the error, after the indices before it
             return Planned(message.plan, opened.base_seed, packed, False)
-        where = f"raised by the sampler of '{plans.name}', in the process that iterates it ahead of the ranks"
+        where = (
+            f"raised by the sampler of '{plans.name}', in the process that iterates it ahead of the"
+            " ranks"
+        )
         return Planned(message.plan, 0, [], True, pack_failure(opened.error, where))
 
     def _finish(self, message: FinishPlans) -> Final:

@@ -1,6 +1,7 @@
 """How registered loaders travel: as stand-ins with their parts in the ranks' payload, their generators' states back.
 
-Data processes unpack the same file as the ranks, and take the parts. Imports no torch: a loader brings it.
+Data processes unpack the same file as the ranks, and take the parts. Imports no torch: a loader
+brings it.
 """
 
 from __future__ import annotations
@@ -79,13 +80,15 @@ def loaders_in_use(loaders: Sequence[Registration], used: tuple[str, ...]) -> li
     mine = [loader for loader in loaders if loader.variable in used]
     if loaders and not mine:
         raise HeaderError(
-            "--cpus, and the cell uses no registered DataLoader: leave --cpus out, or iterate one that is registered"
+            "--cpus, and the cell uses no registered DataLoader: leave --cpus out, or iterate one"
+            " that is registered"
         )
     said = "is registered, and this cell does not use it: not run"
     return [f"{loader.name} {said}" for loader in loaders if loader not in mine]
 
 
-# ── in a payload ──────────────────────────────────────────────────────────────────────────────────────
+# ── in a payload
+# ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Itself:
@@ -158,7 +161,8 @@ def _sampler_facts(loader: Any) -> dict[str, Any]:
     return facts
 
 
-# ── back to the notebook ──────────────────────────────────────────────────────────────────────────────
+# ── back to the notebook
+# ──────────────────────────────────────────────────────────────────────────────
 
 _read_states = MessageReader(dict[str, dict[str, bytes | int]])
 

@@ -1,8 +1,9 @@
 """Slabs: shared memory that elements are made in and read from, without a copy between.
 
-The coordinator makes one memfd, in which each rank has its slab; offsets are the file's. Its size is address space;
-memory is reserved with ``posix_fallocate``, because a page that cannot be had when it is first written is a SIGBUS and no
-exception. Room is given out first fit, lowest offset first, so that a rank that keeps up touches few pages.
+The coordinator makes one memfd, in which each rank has its slab; offsets are the file's. Its size
+is address space; memory is reserved with ``posix_fallocate``, because a page that cannot be had
+when it is first written is a SIGBUS and no exception. Room is given out first fit, lowest offset
+first, so that a rank that keeps up touches few pages.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def slot_size(nbytes: int) -> int:
 class SlotTable:
     """Free extents of one slab, sorted by offset, merged with their neighbours.
 
-    Memory is reserved as it is first needed: ``reserve(upto)`` returns up to which offset it is safe to touch.
+    Memory is reserved as it is first needed: ``reserve(upto)`` returns up to which offset it is
+    safe to touch.
     """
 
     def __init__(self, size: int, reserve: Callable[[int], int], start: int = 0) -> None:

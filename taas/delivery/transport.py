@@ -1,9 +1,10 @@
 """Ways of the delivery: the control channel, the data path, the slabs' descriptor, the coordinator's pipes.
 
-Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can speak as itself only. Data goes from
-worker to rank on one PUSH socket per pair. On one host all are UNIX sockets in a folder that nobody else can enter;
-between hosts they are TCP under CURVE, data under PLAIN where the user chose so. On either, a MAC over header and pickle
-is checked before anything is unpickled (``taas.wire.framing``).
+Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can speak as itself
+only. Data goes from worker to rank on one PUSH socket per pair. On one host all are UNIX sockets in
+a folder that nobody else can enter; between hosts they are TCP under CURVE, data under PLAIN where
+the user chose so. On either, a MAC over header and pickle is checked before anything is unpickled
+(``taas.wire.framing``).
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def connected(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[Contro
 class DataReceiver:
     """A rank's end of the data path.
 
-    On TCP who connects is asked for a secret first: the server's public key, which only peers have, or without
-    encryption a password, so that nobody else fills this process's memory.
+    On TCP who connects is asked for a secret first: the server's public key, which only peers have,
+    or without encryption a password, so that nobody else fills this process's memory.
     """
 
     def __init__(self, context: Any, config: DeliveryConfig, rank: int, host: str) -> None:
@@ -159,7 +160,8 @@ def connect_data(context: Any, address: str, key: bytes, keys: Keys) -> zmq.Sock
 class SlabServer:
     """Hands the slabs' descriptor to whoever connects: nobody else can enter the folder.
 
-    It travels as ancillary data: a rank whose storage guard dropped its capabilities may not look into ``/proc/<pid>/fd``.
+    It travels as ancillary data: a rank whose storage guard dropped its capabilities may not look
+    into ``/proc/<pid>/fd``.
     """
 
     def __init__(self, folder: str, fd: int) -> None:

@@ -1,7 +1,7 @@
 """A data VM's worker pool: holds the registered loaders once, forks the data workers, says how they end.
 
-Workers share the dataset's pages with the worker pool, so a VM has one copy of it. A worker takes tickets, makes
-elements, and writes them where the rank will read them.
+Workers share the dataset's pages with the worker pool, so a VM has one copy of it. A worker takes
+tickets, makes elements, and writes them where the rank will read them.
 """
 
 from __future__ import annotations
@@ -157,8 +157,9 @@ class Worker:
     def _unpackable(self, ticket: Ticket) -> str:
         title, place = self._loaders[ticket.loader][0], place_of(ticket.which, streamed=False)
         return (
-            f"raised while '{title}' at {place} was packed for its rank. An element travels as a pickle: make what "
-            "cannot be pickled (a generator, a lock, an open file) in the loop, out of what the dataset returns"
+            f"raised while '{title}' at {place} was packed for its rank. An element travels as a"
+            " pickle: make what cannot be pickled (a generator, a lock, an open file) in the loop,"
+            " out of what the dataset returns"
         )
 
     def _make(self, ticket: Ticket, region: RawRegion) -> tuple[RawRegion, bytes] | Failure | int:
@@ -168,8 +169,8 @@ class Worker:
             place = place_of(ticket.which, streamed=parts.iterable)
             return Failure(
                 DeliveryError(
-                    f"'{title}': {place} killed the data worker that made it, again and again ({ticket.poison}). Look at "
-                    "what the dataset does there, or leave it out"
+                    f"'{title}': {place} killed the data worker that made it, again and again"
+                    f" ({ticket.poison}). Look at what the dataset does there, or leave it out"
                 ),
                 "given up",
             )
@@ -222,7 +223,8 @@ def _placed(found: PackedElement, region: RawRegion) -> tuple[RawRegion, bytes]:
     return region, found.stream
 
 
-# ── the pool ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the pool
+# ──────────────────────────────────────────────────────────────────────────────────────────
 
 _BEAT = 0.5
 
@@ -281,7 +283,8 @@ class WorkerPool:
         status[0] = -1  # nobody works here yet
         parent = os.getpid()
         with warnings.catch_warnings():
-            # The only other thread is zmq's, whose locks a child never takes: it makes a context of its own.
+            # The only other thread is zmq's, whose locks a child never takes: it makes a context of
+            # its own.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:

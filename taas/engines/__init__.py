@@ -1,18 +1,20 @@
 """Where VMs come from: the contract that the supervisor has with an engine.
 
-An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It is entered as a row of
-the table in ``engines/chosen.py``, and in its error's text, in ``config.py`` (``engine.default``, keys of its own, what an
-instance type asks of it), ``notebook/verbs.py`` (usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py``
-(``--check``), and as an extra of ``pyproject.toml`` if it imports something. Any kind but ``local`` has its machines elsewhere.
+An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It
+is entered as a row of the table in ``engines/chosen.py``, and in its error's text, in ``config.py``
+(``engine.default``, keys of its own, what an instance type asks of it), ``notebook/verbs.py``
+(usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py`` (``--check``), and as an extra
+of ``pyproject.toml`` if it imports something. Any kind but ``local`` has its machines elsewhere.
 
-Before an agent is started elsewhere, the versions there are compared with those here (``taas/versions.py``), for
-what is pickled on one is unpickled on the other. What a VM has its agent says itself (``wire/agents.AgentUp``). An engine ends an agent by the end of its standard input, and by nothing
-else: agents have much to end before they do. Where whoever starts it is killed with all its children, the engine
-has to start it as nobody's child.
+Before an agent is started elsewhere, the versions there are compared with those here
+(``taas/versions.py``), for what is pickled on one is unpickled on the other. What a VM has its
+agent says itself (``wire/agents.AgentUp``). An engine ends an agent by the end of its standard
+input, and by nothing else: agents have much to end before they do. Where whoever starts it is
+killed with all its children, the engine has to start it as nobody's child.
 
-Who calls it: ``Fleet`` (``supervisor/fleet.py``) starts machines, gives them back and closes the engine, ``Supervisor``
-(``supervisor/loop.py``) polls the ``fileno`` of the engine and of each machine and calls ``step``; ``Run`` and ``DataSide``
-read how a machine stands.
+Who calls it: ``Fleet`` (``supervisor/fleet.py``) starts machines, gives them back and closes the
+engine, ``Supervisor`` (``supervisor/loop.py``) polls the ``fileno`` of the engine and of each
+machine and calls ``step``; ``Run`` and ``DataSide`` read how a machine stands.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class EngineChoice(msgspec.Struct, frozen=True):
     """Which engine gives a run its VMs.
 
     Attributes:
-        address: where the Ray cluster is; empty: the one that this machine is part of. Of Slurm what is asked of it.
+        address: where the Ray cluster is; empty: the one that this machine is part of. Of Slurm
+            what is asked of it.
         wait: seconds that VMs may be waited for.
         idle: seconds that VMs elsewhere stay after a run, for the next one.
     """
@@ -45,10 +48,11 @@ class Demand(msgspec.Struct, frozen=True):
         instance: its type; None: any machine.
         rehearse: CPU ranks in place of GPUs, in any case.
         wait: seconds that it may be waited for.
-        environ: the notebook's variables that libraries read when they are imported, for VMs that do not have
-            them from the notebook's machine.
+        environ: the notebook's variables that libraries read when they are imported, for VMs that
+            do not have them from the notebook's machine.
         changed: names of variables that the notebook itself set, changed or removed.
-        later: a cluster is asked for it when somebody says so (:meth:`Machine.want`): first its data are made ready.
+        later: a cluster is asked for it when somebody says so (:meth:`Machine.want`): first its
+            data are made ready.
     """
 
     instance: str | None = None
@@ -69,17 +73,22 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
-        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with ``scratch``, ``environ``,
-            ``host`` and ``node``.
+        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with
+            ``scratch``, ``environ``, ``host`` and ``node``.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
-        idle: nobody waits for it yet: libraries are imported at a low priority until there is an order.
-        remote: the supervisor may be on another host: nothing is read through /proc, and the wire beats.
-        environ: of a remote VM, the environment that programs have there; CUDA_VISIBLE_DEVICES names the GPUs it was given.
+        idle: nobody waits for it yet: libraries are imported at a low priority until there is an
+            order.
+        remote: the supervisor may be on another host: nothing is read through /proc, and the wire
+            beats.
+        environ: of a remote VM, the environment that programs have there; CUDA_VISIBLE_DEVICES
+            names the GPUs it was given.
         host: the address under which other VMs reach it.
         node: its name, for messages.
-        demand: what the VM was asked for: of a remote one, libraries are imported before the first run is known.
-        supervisor: process id of the supervisor, and ``name``, of the agent among its agents: for the log file.
+        demand: what the VM was asked for: of a remote one, libraries are imported before the first
+            run is known.
+        supervisor: process id of the supervisor, and ``name``, of the agent among its agents: for
+            the log file.
     """
 
     endpoint: str
@@ -103,7 +112,8 @@ class Machine(Protocol):
     Attributes:
         pid: its agent's process id, where it is a process of this machine; else 0.
         waiting: what it waits for, in words.
-        ending: that it will be taken away soon, and why, in words that go on after "stopped from"; empty: not that it is known.
+        ending: that it will be taken away soon, and why, in words that go on after "stopped from";
+            empty: not that it is known.
         error: the class of :mod:`taas.errors` that tells best why it ended, or could not be had.
     """
 

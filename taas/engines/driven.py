@@ -1,7 +1,8 @@
 """An engine whose cluster is spoken with by a child of the supervisor, its driver: what both say, and the supervisor's side.
 
-A cluster may be slow, block, or end who speaks with it. None of this may happen to the supervisor. A driver ends with its
-standard input, and gives back all that it has; the engines differ in their drivers, and in words.
+A cluster may be slow, block, or end who speaks with it. None of this may happen to the supervisor.
+A driver ends with its standard input, and gives back all that it has; the engines differ in their
+drivers, and in words.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from taas.engines import AgentConfig, Demand, Machine
 from taas.wire.framing import Message
 from taas.wire.poll_loop import Child
 
-# ---------------------------------------------------------------- what the two say: one JSON line each
+# ------------------------------------------------------------- what the two say: one JSON line each
 
 
 class Acquire(Message, frozen=True):
@@ -57,7 +58,8 @@ class VmReport(Message, frozen=True):
 
     Attributes:
         state: ``waiting``; ``ending``: it will be taken away; ``gone``, or it cannot be had.
-        text: what it waits for, why it will go, or how it went, in words that go on after "the agent of g2.8-0 was".
+        text: what it waits for, why it will go, or how it went, in words that go on after "the
+            agent of g2.8-0 was".
         error: the class of :mod:`taas.errors` for one that is gone.
     """
 
@@ -144,7 +146,8 @@ class DrivenEngine:
     """VMs of a cluster.
 
     Args:
-        address: where the cluster is, or what is asked of it: the first argument of the module ``driver``.
+        address: where the cluster is, or what is asked of it: the first argument of the module
+            ``driver``.
         listen: makes the supervisor listen on an address of this machine; returns the endpoint.
         scratch: folder for what the driver writes to its standard error.
     """

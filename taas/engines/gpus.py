@@ -20,8 +20,8 @@ from taas.wire.clients import Gpu
 from taas.wording import counted
 
 _NVIDIA = (
-    "run `nvidia-smi`: it makes the device files (/dev/nvidia0) where the driver is loaded, and says what is "
-    "wrong where it is not; in a container, start that with --gpus all"
+    "run `nvidia-smi`: it makes the device files (/dev/nvidia0) where the driver is loaded, and"
+    " says what is wrong where it is not; in a container, start that with --gpus all"
 )
 _AMD = "use a machine with NVIDIA GPUs: taas takes no others"
 _WSL = (
@@ -100,8 +100,9 @@ def physical(
 ) -> tuple[Gpu, ...]:
     """Tell which GPUs these are, that CUDA_VISIBLE_DEVICES names so in an environment.
 
-    CUDA numbers those that a process may use: by their place on the bus where ``CUDA_DEVICE_ORDER`` says so, and where they
-    are all of one model. Else the fastest is the first, and only CUDA knows which that is: then the number stands for it.
+    CUDA numbers those that a process may use: by their place on the bus where ``CUDA_DEVICE_ORDER``
+    says so, and where they are all of one model. Else the fastest is the first, and only CUDA knows
+    which that is: then the number stands for it.
     """
     shown = _shown_by_driver(root)
     in_order = (
@@ -149,10 +150,10 @@ def refused_as_mig(names: Sequence[str], needed: int, root: Path = Path("/")) ->
     if needed < 2 or not parts:
         return ""
     return (
-        f"{needed} GPUs asked for, and {', '.join(parts[:4])}{' …' if len(parts) > 4 else ''} are parts of GPUs (MIG): CUDA "
-        "shows a process one such part, so all ranks would have the same one. Ask for one (--gpus 1), hide them by "
-        "CUDA_VISIBLE_DEVICES before Jupyter is started, have MIG turned off (nvidia-smi -mig 0), or rehearse on CPU "
-        "ranks (--rehearse)."
+        f"{needed} GPUs asked for, and {', '.join(parts[:4])}{' …' if len(parts) > 4 else ''} are"
+        " parts of GPUs (MIG): CUDA shows a process one such part, so all ranks would have the"
+        " same one. Ask for one (--gpus 1), hide them by CUDA_VISIBLE_DEVICES before Jupyter is"
+        " started, have MIG turned off (nvidia-smi -mig 0), or rehearse on CPU ranks (--rehearse)."
     )
 
 
@@ -163,8 +164,9 @@ def check_devices(spec: RunSpec, visible: Sequence[str]) -> None:
         return
     if needed > present:
         raise NotEnoughDevices(
-            f"{needed} GPUs asked for, and this machine has {present}. Ask for {present} or fewer (--gpus auto), "
-            "rehearse on CPU ranks (--rehearse), or take an engine with more machines (%taas engine ray ADDRESS)."
+            f"{needed} GPUs asked for, and this machine has {present}. Ask for {present} or fewer"
+            " (--gpus auto), rehearse on CPU ranks (--rehearse), or take an engine with more"
+            " machines (%taas engine ray ADDRESS)."
         )
     if refused := refused_as_mig(visible, needed):
         raise NotEnoughDevices(refused)

@@ -132,6 +132,7 @@ def check_memory(ranks: int) -> None:
     needed, free = ranks * _RANK_BYTES, memory_left().free
     if needed > free:
         raise EngineError(
-            f"{ranks:,} ranks on this machine need {needed / 1e9:.0f} GB of memory before they hold anything, and "
-            f"{free / 1e9:.0f} GB are free: nothing was started. Ask for fewer (--gpus)."
+            f"{ranks:,} ranks on this machine need {needed / 1e9:.0f} GB of memory before they hold"
+            f" anything, and {free / 1e9:.0f} GB are free: nothing was started. Ask for fewer"
+            " (--gpus)."
         )

@@ -17,7 +17,10 @@ from taas.errors import EngineError, HeaderError
 from taas.wording import counted, shown
 
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
-_HOW_TO_BRING = "an autoscaler has to make it, or `ray start --address=… --resources='{\"%s\": 1}'` on a machine"
+_HOW_TO_BRING = (
+    "an autoscaler has to make it, or `ray start --address=… --resources='{\"%s\": 1}'` on a"
+    " machine"
+)
 _UNCOUNTED = ("memory", "object_store_memory", "node:", "bundle_group", "accelerator_type:")
 
 
@@ -26,8 +29,8 @@ class RayEngine(DrivenEngine):
 
     driver, kind = "taas.engines.ray_driver", "Ray"
     advice = (
-        "Is it running (`ray status`), and is this machine one of its nodes (`ray start --address=HOST:PORT "
-        "--num-cpus=0`)?"
+        "Is it running (`ray status`), and is this machine one of its nodes (`ray start"
+        " --address=HOST:PORT --num-cpus=0`)?"
     )
 
     def __init__(self, address: str, listen: Callable[[str], str], scratch: Path) -> None:
@@ -41,14 +44,16 @@ class RayEngine(DrivenEngine):
         address = " ".join(words)
         if address.startswith("ray://"):
             raise HeaderError(
-                f"{where} ray {shown(address)}: Ray Client addresses are not used, since other nodes have to reach this "
-                "machine; make it a node (ray start --address=HEAD:6379 --num-cpus=0), and type ray HEAD:6379"
+                f"{where} ray {shown(address)}: Ray Client addresses are not used, since other"
+                " nodes have to reach this machine; make it a node (ray start --address=HEAD:6379"
+                " --num-cpus=0), and type ray HEAD:6379"
             )
         address = "" if address == "auto" else address
         if address and not _ADDRESS.fullmatch(address):
             near = words[0] if ":" in words[0] else f"{words[0]}:6379"
             raise HeaderError(
-                f"{where} ray {shown(address)}: type ray {shown(near)}; allowed is HOST:PORT of the cluster's head"
+                f"{where} ray {shown(address)}: type ray {shown(near)}; allowed is HOST:PORT of the"
+                " cluster's head"
             )
         return address
 
@@ -57,16 +62,18 @@ class RayEngine(DrivenEngine):
         """Refuse this engine where there is no Ray."""
         if importlib.util.find_spec("ray") is None:
             raise EngineError(
-                "the Ray engine needs Ray, which is not installed here. Run `pip install 'jupyter-taas[ray]'`, with the "
-                "version of Ray that the cluster has, or type %taas engine local."
+                "the Ray engine needs Ray, which is not installed here. Run `pip install"
+                " 'jupyter-taas[ray]'`, with the version of Ray that the cluster has, or type %taas"
+                " engine local."
             )
 
 
 def bundle(demand: Demand, nodes: list[dict[str, float]]) -> dict[str, float]:
     """Return what a VM asks of a node, where the living ones have such resources: its type's own one, and its GPUs.
 
-    No GPUs are asked for where the run is rehearsed: as its header says, or because none of the nodes that it
-    could get has one. No node at all like that: one has to come, and it will be as the catalog says.
+    No GPUs are asked for where the run is rehearsed: as its header says, or because none of the
+    nodes that it could get has one. No node at all like that: one has to come, and it will be as
+    the catalog says.
     """
     fitting = [node for node in nodes if demand.instance is None or demand.instance in node]
     bare = bool(fitting) and not any(node.get("GPU") for node in fitting)
@@ -100,7 +107,8 @@ def what_is_missing(
 ) -> str:
     """Say what is asked of each of so many nodes, what the living ones have, and what has to happen.
 
-    ``free`` is that of the whole cluster; ``does`` is what an autoscaler does about it, if there is one.
+    ``free`` is that of the whole cluster; ``does`` is what an autoscaler does about it, if there is
+    one.
     """
     asked = f"{counted(count, 'node')} with {_in_words(wanted)}"
     counted_names = {name for node in nodes for name in node if not name.startswith(_UNCOUNTED)}

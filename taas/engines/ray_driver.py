@@ -1,9 +1,9 @@
 """``python -m taas.engines.ray_driver ADDRESS PATIENCE``: the supervisor's Ray driver, a process of its own.
 
-Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither may happen to
-the supervisor, so it has a child for it. The child ends with its standard input, or with the cluster's head; Ray
-then takes back all it held: nothing here is detached. Beside the actor on the nodes (ray_vm) it is the only module that
-imports ray.
+Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither
+may happen to the supervisor, so it has a child for it. The child ends with its standard input, or
+with the cluster's head; Ray then takes back all it held: nothing here is detached. Beside the actor
+on the nodes (ray_vm) it is the only module that imports ray.
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ _ASK_EVERY_SECONDS, _ANSWER_SECONDS = 1.5, 3.0
 _SILENCE_SECONDS = 9.0
 """How long a head may be silent before it is given up."""
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew."""
-_NEVER = "no available node types of Ray's autoscaler, within its limits, can fulfill the placement group"
+"""Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew.
+"""
+_NEVER = (
+    "no available node types of Ray's autoscaler, within its limits, can fulfill the placement"
+    " group"
+)
 
 
 def inner(module: str, *names: str) -> Any:
@@ -57,9 +61,9 @@ def inner(module: str, *names: str) -> Any:
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
         raise EngineError(
-            f"Ray {ray.__version__} has no {'.'.join((module, *names))}, which taas asks for how the cluster is "
-            f"({first_line(error)}). Install an older version of Ray, 2.50 or later, here and on all nodes, or a "
-            "newer taas"
+            f"Ray {ray.__version__} has no {'.'.join((module, *names))}, which taas asks for how"
+            f" the cluster is ({first_line(error)}). Install an older version of Ray, 2.50 or"
+            " later, here and on all nodes, or a newer taas"
         ) from None
     return found
 
@@ -71,8 +75,9 @@ def _nodes() -> list[dict[str, float]]:
 def _autoscaler_plans(group: str) -> tuple[bool, str]:
     """Ask whether Ray's autoscaler will never make nodes for a placement group, and what it does, in words.
 
-    That is autoscaler v2, KubeRay's and the one that ``RAY_enable_autoscaler_v2=1`` chooses; of v1 nothing is known. The
-    report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public function of Ray has all of it.
+    That is autoscaler v2, KubeRay's and the one that ``RAY_enable_autoscaler_v2=1`` chooses; of v1
+    nothing is known. The report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public
+    function of Ray has all of it.
     """
     reply = inner("ray.core.generated.autoscaler_pb2", "GetClusterStatusReply")()
     client = inner("ray._raylet", "GcsClient")(address=ray.get_runtime_context().gcs_address)
@@ -143,8 +148,9 @@ class Group:
     def take(self, ask: Acquire) -> list[_Vm]:
         """Return what is to be had by :meth:`run`: a new group's VMs, or such as take the places of lost ones.
 
-        Those must be this group's, and others of it there still; else nothing is returned. Ray moves a bundle whose
-        node is lost to another node by itself, and no other group could have that node.
+        Those must be this group's, and others of it there still; else nothing is returned. Ray
+        moves a bundle whose node is lost to another node by itself, and no other group could have
+        that node.
         """
         with self._lock:
             if not self._bundles:
@@ -212,8 +218,8 @@ class Group:
                 raise EngineError(f"{_NEVER}: {missing}")
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "
-                    f"([engine] wait in taas.toml): {missing}"
+                    "the Ray cluster did not give what the run asks for within"
+                    f" {self._demand.wait:g} s ([engine] wait in taas.toml): {missing}"
                 )
             if missing != said:
                 said = missing

@@ -1,7 +1,7 @@
 """A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
 
-The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas can say so.
-Beside Ray it needs the standard library, and two modules which travel with it.
+The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas
+can say so. Beside Ray it needs the standard library, and two modules which travel with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 def given_gpus() -> list[str]:
     """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them, which does not tell.
 
-    Of an actor without GPUs it is the node's own, and it may be left alone (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
+    Of an actor without GPUs it is the node's own, and it may be left alone
+    (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
     """
     import ray
 

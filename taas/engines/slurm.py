@@ -1,8 +1,9 @@
 """The engine whose VMs are nodes of Slurm jobs, as kernel and supervisor have it; its driver asks Slurm (slurm_driver).
 
-The VMs of a run are one job, each data VM is one of its own. ``sbatch --no-kill``, and in it ``srun --no-kill`` one task a
-node (slurm_vm), for else the death of one node would end the job. Both ends are commands and the text of a job: nothing of
-Slurm is imported, and nothing of it is configured.
+The VMs of a run are one job, each data VM is one of its own. ``sbatch --no-kill``, and in it
+``srun --no-kill`` one task a node (slurm_vm), for else the death of one node would end the job.
+Both ends are commands and the text of a job: nothing of Slurm is imported, and nothing of it is
+configured.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class SlurmEngine(DrivenEngine):
         missing = [command for command in COMMANDS if shutil.which(command) is None]
         if missing:
             raise EngineError(
-                f"the Slurm engine needs {', '.join(missing)}, which cannot be found in PATH. Start Jupyter on a login node of "
-                "the cluster (perhaps after `module load slurm`), or type %taas engine local."
+                f"the Slurm engine needs {', '.join(missing)}, which cannot be found in PATH. Start"
+                " Jupyter on a login node of the cluster (perhaps after `module load slurm`), or"
+                " type %taas engine local."
             )
 
 
@@ -95,8 +97,9 @@ class Settings(NamedTuple):
     def asked_for(self, demand: Demand) -> list[str]:
         """Return the options of ``sbatch`` for nodes that have what a run needs.
 
-        A VM with GPUs is a whole node, unless its type says otherwise. Without GPUs, or rehearsed, it comes from the
-        partition of CPU nodes, where there is one, with the processors of its type.
+        A VM with GPUs is a whole node, unless its type says otherwise. Without GPUs, or rehearsed,
+        it comes from the partition of CPU nodes, where there is one, with the processors of its
+        type.
         """
         said = {name: self.get(name) for name in ("partition", "account", "time")}
         of_type = self.types.get(demand.instance or "", [])
@@ -126,7 +129,9 @@ class JobAgents(msgspec.Struct):
 
 
 _OUR_COMMENT = "taas: "
-"""So begins a job's comment that its nodes wrote: sites and users may give each job one of their own."""
+"""So begins a job's comment that its nodes wrote: sites and users may give each job one of their
+own.
+"""
 _BUT_ENDS = "grep -Eiv 'task.*: (exited|terminated|killed)|cancelled at|step aborted'"
 """Leaves out what srun says of tasks that end because one did."""
 
@@ -134,8 +139,9 @@ _BUT_ENDS = "grep -Eiv 'task.*: (exited|terminated|killed)|cancelled at|step abo
 def script(python: str, job: JobAgents) -> str:
     """Return a job's script, in which ``slurm_vm`` reads of the job's agents.
 
-    Keys are among that: they reach the nodes as a job's script does, which its owner and Slurm's administrators can read.
-    What a node says that has no agent to speak for it becomes the job's comment: no disk need be shared for that.
+    Keys are among that: they reach the nodes as a job's script does, which its owner and Slurm's
+    administrators can read. What a node says that has no agent to speak for it becomes the job's
+    comment: no disk need be shared for that.
     """
     return f"""#!/bin/sh
 said=$(srun --no-kill --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none --input=all \\
@@ -269,5 +275,6 @@ def own_address(settings: Settings) -> str:
         with contextlib.suppress(OSError):
             return address_towards(node)
     raise EngineError(
-        "sinfo shows no node whose address this machine knows; set host in [engine.slurm] of taas.toml"
+        "sinfo shows no node whose address this machine knows; set host in [engine.slurm] of"
+        " taas.toml"
     )

@@ -1,7 +1,8 @@
 """``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver, a process of its own.
 
-It submits jobs, and follows them in the queue. Agents on their nodes (slurm_vm) speak with the supervisor, and end when that says
-so, or is gone; with the last one a job ends. The driver ends with its standard input, and cancels what does not end by itself.
+It submits jobs, and follows them in the queue. Agents on their nodes (slurm_vm) speak with the
+supervisor, and end when that says so, or is gone; with the last one a job ends. The driver ends
+with its standard input, and cancels what does not end by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from taas.errors import EngineError
 from taas.versions import versions
 from taas.wording import counted
 
-_SBATCH = "sbatch --parsable --no-kill --no-requeue --job-name=taas --output=/dev/null --chdir=/ --ntasks-per-node=1"
+_SBATCH = (
+    "sbatch --parsable --no-kill --no-requeue --job-name=taas --output=/dev/null --chdir=/"
+    " --ntasks-per-node=1"
+)
 _LOOK_SECONDS, _QUIET_SECONDS = 2.0, 30.0
 """Between two looks at the queue: while something is awaited, and while nothing is."""
 _BEGIN_SECONDS = 60.0
@@ -175,7 +179,10 @@ class SlurmDriver:
         job.noticed = left <= notice
         job.notice_at = float("inf") if job.noticed else time.monotonic() + left - notice
         if job.noticed:
-            text = f"Slurm: its job {job.id} reaches the time limit ({now.limit}) in {left:.0f} s; --time asks for more"
+            text = (
+                f"Slurm: its job {job.id} reaches the time limit ({now.limit}) in {left:.0f} s;"
+                " --time asks for more"
+            )
             self._say(job.left, "ending", text)
 
     def _say(

@@ -1,7 +1,7 @@
 """``python -m taas.engines.slurm_vm``: a node of a Slurm job, as a task of ``srun`` that keeps the node's agent to its end.
 
-It reads the job's agents from standard input, and has the one of its number. What it cannot do it says on standard error, and
-ends with that, and with it the job.
+It reads the job's agents from standard input, and has the one of its number. What it cannot do it
+says on standard error, and ends with that, and with it the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 def _serve(config: AgentConfig, node: str) -> str:
     """Run the agent to its end; returns how that was, if neither taas nor Slurm ended it: the job ends with that, then.
 
-    For its node would stay the job's, with nothing on it, while a cell that starts again waits for another one.
+    For its node would stay the job's, with nothing on it, while a cell that starts again waits for
+    another one.
     """
     demand, scratch = config.demand, make_short_folder()
     given = () if demand.rehearse else visible_gpus()[: demand.gpus]

@@ -21,7 +21,8 @@ class Option:
     """One row of a table of options.
 
     Attributes:
-        metavar: how its value is written in help; empty for an option that takes none, as ``convert`` is None then.
+        metavar: how its value is written in help; empty for an option that takes none, as
+            ``convert`` is None then.
         convert: what its value may be.
         setting: section and key of ``taas.toml`` that say what holds without it.
         delivers: concerns registered loaders only, so that it needs ``--cpus``.
@@ -81,7 +82,8 @@ def read_line(
 ) -> Line:
     """Read a line by a table of options, among which so many words may stand.
 
-    ``elsewhere``: by the name of what is no option here but might be taken for one, what to type instead.
+    ``elsewhere``: by the name of what is no option here but might be taken for one, what to type
+    instead.
 
     Raises:
         HeaderError: one line: what is wrong, what to type instead, what is allowed.
@@ -133,7 +135,8 @@ def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str
 def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone: bool) -> Any:
     """Read an option's value: what was joined to it by ``=``, else the next word.
 
-    ``alone``: no words of their own may stand on the line, so that those which follow were meant for it.
+    ``alone``: no words of their own may stand on the line, so that those which follow were meant
+    for it.
     """
     name = option.name
     is_next = joined is None and bool(waiting) and not waiting[0].startswith("--")
@@ -348,8 +351,8 @@ def check_ranks(ranks: tuple[int, ...], world_size: int, option: str) -> None:
     """Refuse ranks, by a HeaderError, that a run does not have."""
     if ranks[-1] >= world_size:
         raise HeaderError(
-            f"--{option} with rank {ranks[-1]}: type --{option} all; allowed is up to {world_size - 1} in a run of "
-            f"{counted(world_size, 'rank')}"
+            f"--{option} with rank {ranks[-1]}: type --{option} all; allowed is up to"
+            f" {world_size - 1} in a run of {counted(world_size, 'rank')}"
         )
 
 

@@ -43,9 +43,11 @@ def offers(line: str) -> tuple[str, dict[str, str]]:
 def _types() -> dict[str, str]:
     kinds = load_catalog().instances.values()
     return {
-        kind.name: f"{kind.gpus} {kind.gpu_model}, {kind.vcpus} vCPUs"
-        if kind.gpus
-        else f"{kind.vcpus} vCPUs"
+        kind.name: (
+            f"{kind.gpus} {kind.gpu_model}, {kind.vcpus} vCPUs"
+            if kind.gpus
+            else f"{kind.vcpus} vCPUs"
+        )
         for kind in kinds
     }
 
@@ -65,7 +67,8 @@ def header_matcher(context: Any) -> dict[str, Any]:
     ):  # nothing is typed; or taas.toml is wrong: the cell says so when it is executed
         return {"completions": [], "suppress": False}
     return {
-        # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at blanks and dashes
+        # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at
+        # blanks and dashes
         "completions": [
             SimpleCompletion(text, type=shown(about, _WIDTH).translate(_UNBROKEN))
             for text, about in texts.items()

@@ -6,13 +6,14 @@
     #pragma taas --gpus 16 --cpus 4     the options; optional where an instance type stands
     <ordinary cell>
 
-``find_header`` looks at every cell the user runs: it is quick and never raises. Only blank lines and comments may stand
-above and between the two lines. What looks like a header and is none (``#pragma tass``, a header below code) is a
-problem to tell, never silently a comment (`_meant`). ``# pragma taas`` is a header: formatters put that space there. A
-header is switched off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
+``find_header`` looks at every cell the user runs: it is quick and never raises. Only blank lines
+and comments may stand above and between the two lines. What looks like a header and is none
+(``#pragma tass``, a header below code) is a problem to tell, never silently a comment (`_meant`).
+``# pragma taas`` is a header: formatters put that space there. A header is switched off by
+commenting it out: ``##pragma taas`` or ``# #pragma taas``.
 
-``parse_header`` judges it, before anything starts, by the option table (`header.options`) and the instance types
-(`config`).
+``parse_header`` judges it, before anything starts, by the option table (`header.options`) and the
+instance types (`config`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from taas.wording import counted, nearest, refusal, shown
 class HeaderText:
     """A header as found in a cell, not yet judged: what stands after ``#!`` and ``#pragma taas``, or why it cannot be one.
 
-    Of a ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed there.
+    Of a ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed
+    there.
     """
 
     instance: str | None = None
@@ -44,9 +46,13 @@ class HeaderText:
 
 _PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
 _TYPE = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])+)\s*((?:--|#).*)?")
-"""A type after ``#!``, and what stands on its line besides; what has words behind it is an ordinary comment."""
+"""A type after ``#!``, and what stands on its line besides; what has words behind it is an ordinary
+comment.
+"""
 _TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,:-]\w+)?|.*[{$].*", re.ASCII | re.IGNORECASE)
-"""What is meant as a type also without a pragma: written like one, or like a GPU: ``g2-8``, ``8xA100``."""
+"""What is meant as a type also without a pragma: written like one, or like a GPU: ``g2-8``,
+``8xA100``.
+"""
 _WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
 """The first two words of a comment, and the rest."""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -55,8 +61,8 @@ _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 def find_header(cell: str) -> HeaderText | None:
     """The header of a cell, or None for an ordinary cell. Never raises.
 
-    Cells that begin with a cell magic are ordinary, as what is in them may be another language, unless the magic
-    runs Python: ``%%time`` above a header would leave the header a comment.
+    Cells that begin with a cell magic are ordinary, as what is in them may be another language,
+    unless the magic runs Python: ``%%time`` above a header would leave the header a comment.
     """
     if "#" not in cell:
         return None
@@ -132,8 +138,9 @@ def _nearly(comment: str, *, headed: bool) -> str | None:
 def _meant(comment: str, *, headed: bool = False) -> str | None:
     """The options of what was surely meant as a pragma; None for an ordinary comment.
 
-    It begins with ``pragma taas``, nearly as that is spelt, or with one of these words and an option. Where it is ``headed``
-    by an instance type alone, and the cell would train in one rank, a word or an option is enough.
+    It begins with ``pragma taas``, nearly as that is spelt, or with one of these words and an
+    option. Where it is ``headed`` by an instance type alone, and the cell would train in one rank,
+    a word or an option is enough.
     """
     words = _WORDS.match(comment)
     assert words is not None

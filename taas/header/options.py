@@ -1,8 +1,9 @@
 """What a header may say, and what it comes to: the fields of `RunSpec`, each a row with the option that sets it.
 
-Adding an option is adding a row: a field, what it takes, one line of help, and what holds without it. Parsing, help,
-Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks follow; who acts on it reads
-``submit.cell.spec``, in a rank ``order.cell.spec``. A test freezes the list of options (tests/test_header_parse.py).
+Adding an option is adding a row: a field, what it takes, one line of help, and what holds without
+it. Parsing, help, Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks
+follow; who acts on it reads ``submit.cell.spec``, in a rank ``order.cell.spec``. A test freezes the
+list of options (tests/test_header_parse.py).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class RunSpec:
 
     Attributes:
         instance: instance type of the rank VMs; None for this machine, or what the engine has.
-        gpus_per_rank: 1; all GPUs of the VM where one process runs on it (``#!TYPE`` without ``--gpus``); 0
-            on a CPU type.
+        gpus_per_rank: 1; all GPUs of the VM where one process runs on it (``#!TYPE`` without
+            ``--gpus``); 0 on a CPU type.
         data_vms: 0 without ``--cpus``.
         name: None to have one made.
         prebuffer: None for two per rank.

@@ -1,8 +1,9 @@
 """``taas doctor --report RUN``: one text file about a run, which a user attaches to a bug report.
 
-It has the run's record, the log files of its supervisor and agents, and what ``taas doctor`` finds on this machine.
-It has nothing that is the user's own: no names and their values, no text of a cell, of its output or of an
-error, no variables of the environment. Paths below the home directory begin with ``~``.
+It has the run's record, the log files of its supervisor and agents, and what ``taas doctor`` finds
+on this machine. It has nothing that is the user's own: no names and their values, no text of a
+cell, of its output or of an error, no variables of the environment. Paths below the home directory
+begin with ``~``.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ def write_report(record: RunRecord, findings: Iterable[Finding], folder: Path) -
             f"{record.name}` in a folder that can be written."
         ) from None
     return [
-        f"{path} has the record of {record.name}, the logs of its processes, and what this machine has.",
-        "It has no values, no text of the cell, of its output or its errors, and no variables of the environment. "
-        "Read it before you attach it to a bug report, and add what you may show: the cell, and its error.",
+        (
+            f"{path} has the record of {record.name}, the logs of its processes, and what this"
+            " machine has."
+        ),
+        (
+            "It has no values, no text of the cell, of its output or its errors, and no variables"
+            " of the environment. Read it before you attach it to a bug report, and add what you"
+            " may show: the cell, and its error."
+        ),
     ]
 
 

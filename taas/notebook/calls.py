@@ -1,7 +1,8 @@
 """``taas.run`` and ``taas.submit``: a function in ranks, from Python.
 
-A call is a cell of one line, ``returned = function(*arguments)``, whose header is made of the keyword arguments that
-are options of the header. All else is as for any cell: which names travel, what comes back, output, errors, interrupts.
+A call is a cell of one line, ``returned = function(*arguments)``, whose header is made of the
+keyword arguments that are options of the header. All else is as for any cell: which names travel,
+what comes back, output, errors, interrupts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _OF_CELLS = {
 def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **more: Any) -> Any:
     """Call a function in ranks, as a cell with a header would; return what it returned in rank 0.
 
-    Objects of the notebook that the function changes in rank 0 have changed in the notebook afterwards::
+    Objects of the notebook that the function changes in rank 0 have changed in the notebook
+    afterwards::
 
         accuracy = taas.run(train, model, lr=0.1, gpus=4)
 
@@ -49,8 +51,9 @@ def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **mo
         function: a function of the notebook, of a script, or of a module.
         args: its positional arguments.
         collect: return a list with the value of each rank, in their order, instead.
-        more: options of the header, as ``%%taas?`` lists them (``gpus``, which is ``"auto"`` if neither it nor ``on``
-            is given; ``cpus``, ``units``, ``name``, ``max_restarts`` …), and the function's keyword arguments.
+        more: options of the header, as ``%%taas?`` lists them (``gpus``, which is ``"auto"`` if
+            neither it nor ``on`` is given; ``cpus``, ``units``, ``name``, ``max_restarts`` …), and
+            the function's keyword arguments.
 
     Raises:
         TypeError: the function does not take these arguments. Nothing was started.
@@ -68,8 +71,8 @@ def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **mo
             return collected.pop(returned)
         if returned not in shell.user_ns:
             raise CaptureError(
-                f"what {call.name}() returned in rank 0 cannot come back: the line above says why. Return what pickle "
-                "can carry, such as numbers, arrays, tensors or a state_dict."
+                f"what {call.name}() returned in rank 0 cannot come back: the line above says why."
+                " Return what pickle can carry, such as numbers, arrays, tensors or a state_dict."
             )
         return shell.user_ns[returned]
 
@@ -79,9 +82,10 @@ def submit(
 ) -> RunHandle:
     """Call a function in ranks, in the background; return a handle at once.
 
-    Arguments and errors before the start are those of :func:`run`. The handle's ``result()`` is a copy of what the
-    function returned; nothing changes in the notebook. Where other runs have the GPUs, or without GPUs the
-    processors, it waits for its turn, in the order in which runs were submitted::
+    Arguments and errors before the start are those of :func:`run`. The handle's ``result()`` is a
+    copy of what the function returned; nothing changes in the notebook. Where other runs have the
+    GPUs, or without GPUs the processors, it waits for its turn, in the order in which runs were
+    submitted::
 
         runs = [taas.submit(train, lr=lr, gpus=2) for lr in (0.1, 0.01, 0.001)]
         losses = [run.result() for run in runs]
@@ -89,7 +93,8 @@ def submit(
     call = _Call.of(function, args, more)
     if "keep" in call.options:
         raise HeaderError(
-            "keep with taas.submit: ranks stay for the notebook's next cell; call taas.run, or leave it out"
+            "keep with taas.submit: ranks stay for the notebook's next cell; call taas.run, or"
+            " leave it out"
         )
     shell = _shell()
     with call.bound_in(shell.user_ns):
@@ -122,8 +127,9 @@ class _Call(NamedTuple):
                 named[key] = value
             elif key in own:
                 raise TypeError(
-                    f"{key} is an option of the run, and a parameter of {_name_of(function)} as well: give the function its "
-                    f"own by functools.partial({_name_of(function)}, {key}=…)"
+                    f"{key} is an option of the run, and a parameter of {_name_of(function)} as"
+                    f" well: give the function its own by functools.partial({_name_of(function)},"
+                    f" {key}=…)"
                 )
             else:
                 options[option] = value

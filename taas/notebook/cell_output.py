@@ -1,7 +1,8 @@
 """What ranks wrote, shown where a person looks: in a notebook's cell or in a terminal.
 
-A front end pays for messages, not for text: 900 of them keep JupyterLab busy for a minute and a half. So text that comes soon
-after other text waits for more of it in ipykernel's streams, as a plain cell's does.
+A front end pays for messages, not for text: 900 of them keep JupyterLab busy for a minute and a
+half. So text that comes soon after other text waits for more of it in ipykernel's streams, as a
+plain cell's does.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def follow(
     Args:
         reader: the run.
         screen: where it is shown.
-        look: called several times a second, and after each piece of output, with the run's record as it is then.
+        look: called several times a second, and after each piece of output, with the run's record
+            as it is then.
         wait: waits so many seconds, or until there may be something new; None: as the reader does.
-        ask: puts what a rank asks to the person, once all that was written before is shown; returns whether it did.
+        ask: puts what a rank asks to the person, once all that was written before is shown; returns
+            whether it did.
 
     Returns:
         The run's last record.
@@ -77,8 +80,9 @@ def plain_among(record: RunRecord) -> int | None:
 class _TaggedLines:
     """The lines of several ranks on one stream, each behind its rank's number, also where one is written over, as a bar is.
 
-    A front end has one open line. While another rank writes, a rank's bar is taken off it, and comes back with the
-    rank's next text or at the end; an open line that is no bar is ended, and goes on as a new one.
+    A front end has one open line. While another rank writes, a rank's bar is taken off it, and
+    comes back with the rank's next text or at the end; an open line that is no bar is ended, and
+    goes on as a new one.
     """
 
     def __init__(self) -> None:
@@ -193,7 +197,8 @@ class CellOutput(Screen):
         live: it is shown as it is written.
 
     Attributes:
-        above: shows again what stands above the output, which goes when a rank clears what the cell shows.
+        above: shows again what stands above the output, which goes when a rank clears what the cell
+            shows.
     """
 
     def __init__(self, shell: Any, plain: int | None = 0, *, live: bool = False) -> None:

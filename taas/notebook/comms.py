@@ -1,9 +1,10 @@
 """Widgets in ranks: what they say to their models in the front end, and the kernel's ends of these channels.
 
-A widget has a *comm*, a channel to its model in the front end, which draws it. What a rank's widget says goes where
-displays go, and the cell passes it on as the kernel's own. Since the rank ends with the cell, the kernel makes a
-*twin* of each widget, as it does of one that the front end opens: a page that is loaded again asks the kernel for
-all states, and sliders are moved when the rank is gone. A twin has its model's state and does nothing of its own.
+A widget has a *comm*, a channel to its model in the front end, which draws it. What a rank's widget
+says goes where displays go, and the cell passes it on as the kernel's own. Since the rank ends with
+the cell, the kernel makes a *twin* of each widget, as it does of one that the front end opens: a
+page that is loaded again asks the kernel for all states, and sliders are moved when the rank is
+gone. A twin has its model's state and does nothing of its own.
 
 A comm that travels with its widget, either way, becomes the comm with the same id there.
 """
@@ -104,7 +105,8 @@ class KernelEnds:
     """Passes on what the widgets of one run say.
 
     Args:
-        live: it is said now, and not read later: widgets of the notebook that the run changes are changed here, too.
+        live: it is said now, and not read later: widgets of the notebook that the run changes are
+            changed here, too.
         say: tells the user a line.
     """
 

@@ -127,7 +127,10 @@ def _monitoring(root: Path = Path("/")) -> Iterable[Finding]:
     if version := _version(_NVML):
         yield Finding("ok", _NVML, f"{version}: a run's rows show what its GPUs do")
     else:
-        fact = "not installed: a run's rows do not show how busy its GPUs are, nor the memory that is used there"
+        fact = (
+            "not installed: a run's rows do not show how busy its GPUs are, nor the memory that is"
+            " used there"
+        )
         yield Finding("note", _NVML, fact, f"pip install {_NVML}")
 
 
@@ -146,7 +149,10 @@ def _torch() -> Iterable[Finding]:
     wanted = ("gloo", "nccl") if visible_gpus() else ("gloo",)
     lacks = [backend for backend in wanted if not said[backend]]
     build = f"CUDA {said['cuda']}" if said["cuda"] else "CPU build"
-    fact = f"{said['torch']} ({build}, {'without' if lacks else 'with'} {' and '.join(lacks or wanted)})"
+    fact = (
+        f"{said['torch']} ({build}, {'without' if lacks else 'with'}"
+        f" {' and '.join(lacks or wanted)})"
+    )
     yield Finding(
         "bad" if lacks else "ok", "torch", fact, "install torch from PyPI" if lacks else ""
     )
@@ -160,8 +166,9 @@ def _gpus(of_torch: Sequence[str], root: Path = Path("/")) -> Finding:
             f"the driver shows {len(present)}, and /dev/nvidia-uvm, which CUDA needs, is not there"
         )
         advice = (
-            "run `nvidia-modprobe -u -c=0`, as root where it asks for that: the file is made by the first program that "
-            "uses CUDA after the machine was booted; in a container, start that with --gpus all"
+            "run `nvidia-modprobe -u -c=0`, as root where it asks for that: the file is made by the"
+            " first program that uses CUDA after the machine was booted; in a container, start that"
+            " with --gpus all"
         )
         return Finding("bad", "GPUs", fact, advice)
     if present and not of_torch:
@@ -223,7 +230,10 @@ def examine_slurm(settings: Settings) -> Iterable[Finding]:
             yield _limited(f"partition {name}", fact, state != "up", "choose another one")
         yield from _node(settings, own_address(settings))
     except EngineError as error:
-        advice = "on a login node, perhaps after `module load slurm`, `scontrol ping` tells whether it is there"
+        advice = (
+            "on a login node, perhaps after `module load slurm`, `scontrol ping` tells whether it"
+            " is there"
+        )
         yield Finding("bad", "Slurm", str(error), advice)
 
 

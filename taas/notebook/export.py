@@ -1,8 +1,9 @@
 """``taas export``: the cell of a run as a program for torchrun, which needs no taas.
 
-The names that the cell was given lie in the run's folder. A process of its own unpacks them, as a rank does, and writes two
-files. The program has the cell, and above it the imports, plain values and definitions that it needs as the notebook's cells
-have them. All other names, and the states of the random generators, are pickled beside it, as they were when the cell began.
+The names that the cell was given lie in the run's folder. A process of its own unpacks them, as a
+rank does, and writes two files. The program has the cell, and above it the imports, plain values
+and definitions that it needs as the notebook's cells have them. All other names, and the states of
+the random generators, are pickled beside it, as they were when the cell began.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ def export(record: RunRecord, folder: str) -> list[str]:
     to = Path(folder or record.name)
     if not (record.folder / PAYLOAD).exists():
         raise EngineError(
-            f"the names that {record.name} was given are not there any more: they are kept up to 64 MB (of background "
-            "runs always), and while the run is in %taas history. Run the cell again, with less data in the notebook's "
-            "names: let the cell load it."
+            f"the names that {record.name} was given are not there any more: they are kept up to 64"
+            " MB (of background runs always), and while the run is in %taas history. Run the cell"
+            " again, with less data in the notebook's names: let the cell load it."
         )
     if (to / PROGRAM).exists():
         raise EngineError(f"{to / PROGRAM} is there already: name another folder with --to")

@@ -28,14 +28,15 @@ _LOOK_ROUND_MS = 50
 _FINAL = 2
 """So many interrupts end a run, whatever its supervisor does: it is asked whether it is there."""
 _SILENCE_SECONDS = 10.0
-"""If it does not answer for so long (it is stopped, say), it is killed, and with it all its runs."""
+"""If it does not answer for so long (it is stopped, say), it is killed, and with it all its runs.
+"""
 
 
 class Interrupts:
     """SIGINTs, counted instead of raised in the middle of something. A context manager.
 
-    The second one would otherwise raise inside the clean-up of the first. In a thread other than the main one no signal
-    arrives, and nothing is changed.
+    The second one would otherwise raise inside the clean-up of the first. In a thread other than
+    the main one no signal arrives, and nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -200,12 +201,14 @@ class _Foreground(RunView):
                 raise RunLost(f"{lost}. Nothing came back; the next cell starts anew.")
             record.names = f"no names came back: {lost}"  # beside what it failed of
             return
-        # Unpacking runs code of the notebook's classes, and may not end; the first press may have been meant for the run.
+        # Unpacking runs code of the notebook's classes, and may not end; the first press may have
+        # been meant for the run.
         presses = self._interrupts.count
         with self._interrupts.raised(2):
             applied = captured.apply(self._answer)
         self.take(applied)
-        # it may have cost what was unpacked just then, and that alone; a person who presses wants no further cell to run
+        # it may have cost what was unpacked just then, and that alone; a person who presses wants
+        # no further cell to run
         if self._interrupts.count >= presses + 2:
             raise interrupted(
                 "interrupted while the run's names were unpacked: what did not come is named above"

@@ -92,8 +92,8 @@ def _why_no_setup(cell: str) -> str | None:
         compile(cell, "<setup>", "exec", dont_inherit=True)
     except SyntaxError as error:
         return (
-            f"--setup, and line {error.lineno} is not plain Python, which also runs where there is no IPython: put magics, "
-            "!commands and await into a cell of their own"
+            f"--setup, and line {error.lineno} is not plain Python, which also runs where there is"
+            " no IPython: put magics, !commands and await into a cell of their own"
         )
     return None
 
@@ -115,8 +115,9 @@ def run_script(path: str, options: str) -> bool:
     header = find_header(text)
     if (header is None) == (not options):
         raise HeaderError(
-            f"taas run {shown(path)}: the script has {'no header' if header is None else 'a header of its own'}: allowed "
-            "is one, in its first lines or as options (taas run SCRIPT --gpus 8 --on g2.8)"
+            f"taas run {shown(path)}: the script has"
+            f" {'no header' if header is None else 'a header of its own'}: allowed is one, in its"
+            " first lines or as options (taas run SCRIPT --gpus 8 --on g2.8)"
         )
     if is_setup(header or parse_magic_line(options)):
         raise HeaderError(

@@ -26,8 +26,9 @@ def said_of_kernel_memory(visible: Sequence[Gpu], of_run: Sequence[str]) -> list
         held = torch.cuda.memory_reserved(number)
         if gpu.device in of_run and held > _MUCH:
             lines.append(
-                f"this notebook's kernel holds {size_in_words(held)} of cuda:{number}, a GPU of this run: what the cell takes "
-                "from there is on it twice. If that is too much, type `net.cpu()` or `del net` for what is there, then "
-                "`torch.cuda.empty_cache()`, in a cell of its own before this one"
+                f"this notebook's kernel holds {size_in_words(held)} of cuda:{number}, a GPU of"
+                " this run: what the cell takes from there is on it twice. If that is too much,"
+                " type `net.cpu()` or `del net` for what is there, then"
+                " `torch.cuda.empty_cache()`, in a cell of its own before this one"
             )
     return lines

@@ -43,7 +43,9 @@ _DISPLAY_SECONDS = 1.0
 _MOST_MENDED, _MEND_SECONDS = 20, 10.0
 """Lines of earlier kernels; seconds until their foreground runs are over."""
 _TURN_SECONDS = 0.3
-"""So long after an answer the next question is expected of the same rank: a debugger asks again and again."""
+"""So long after an answer the next question is expected of the same rank: a debugger asks again and
+again.
+"""
 
 
 class UpdatedView:
@@ -70,9 +72,9 @@ def _to_be_told(record: RunRecord) -> tuple[Any, ...]:
 class RunView:
     """A run as its cell shows it: the cell that launched it (``live``), or one that came back to it. A context manager.
 
-    Its line, with its ranks folded below it, is updated once a second, and when a person has to know something. Without
-    a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is wrong, and its
-    end are printed.
+    Its line, with its ranks folded below it, is updated once a second, and when a person has to
+    know something. Without a kernel (IPython in a terminal) an update would be one more line: there
+    the run's beginning, what is wrong, and its end are printed.
 
     Attributes:
         reader: reads it.
@@ -177,7 +179,8 @@ class RunView:
     def take(self, applied: Applied, *, numbered: bool = True) -> None:
         """Show what came with the names: ``Out[n]`` and ``_``, widgets, and what could not come.
 
-        ``numbered``: tracebacks may name the cells of its functions by their numbers, which are this notebook's.
+        ``numbered``: tracebacks may name the cells of its functions by their numbers, which are
+        this notebook's.
         """
         if applied.value is not NOTHING:
             self._shell.displayhook.update_user_ns(applied.value)
@@ -189,8 +192,8 @@ class RunView:
         if shares := applied.shares:
             are, yields = ("is", "it yields") if len(shares) == 1 else ("are", "they yield")
             say(
-                f"{', '.join(shares)} {are} rank 0's share of {applied.ranks}: in the notebook {yields} "
-                f"1/{applied.ranks} of the data."
+                f"{', '.join(shares)} {are} rank 0's share of {applied.ranks}: in the notebook"
+                f" {yields} 1/{applied.ranks} of the data."
             )
 
     def collect(self) -> None:
@@ -252,7 +255,8 @@ _mended = False
 def mend_lines(shell: Any, notebook: str, project: str) -> None:
     """Have the page show how runs of this notebook's earlier kernels are now, where their lines stand; once.
 
-    These lines stand as the kernels left them. A front end that runs scripts has them mended; the notebook's file has not.
+    These lines stand as the kernels left them. A front end that runs scripts has them mended; the
+    notebook's file has not.
     """
     global _mended
     if _mended or not hasattr(shell, "kernel"):
@@ -318,7 +322,7 @@ def show_live_table(publisher: Any) -> None:
     _newest_table = LiveDisplay(publisher, look)
 
 
-# ---------------------------------------------------------------- runs that go on by themselves, and coming back to any run
+# ---------------------------------------- runs that go on by themselves, and coming back to any run
 
 _brought: set[str] = set()
 
@@ -336,8 +340,8 @@ def what_next(record: RunRecord) -> str:
 def attach(record: RunRecord, shell: Any) -> None:
     """Show a run in this cell, bring its names into the notebook, and raise what it raised.
 
-    In the kernel that started the run, what it was given changes in place, while it is pending; else names are rebound.
-    An interrupt detaches, and the run goes on.
+    In the kernel that started the run, what it was given changes in place, while it is pending;
+    else names are rebound. An interrupt detaches, and the run goes on.
     """
     name = record.name
     with RunView(record, shell) as view:
@@ -345,7 +349,8 @@ def attach(record: RunRecord, shell: Any) -> None:
             record = view.follow()
         except KeyboardInterrupt:
             say(
-                f"detached; {name} goes on. %taas attach {name} comes back to it, %taas stop {name} ends it"
+                f"detached; {name} goes on. %taas attach {name} comes back to it, %taas stop {name}"
+                " ends it"
             )
             return
         view.output.settle()
@@ -376,7 +381,10 @@ def _no_names_because(record: RunRecord) -> str:
     if not record.background and record.kernel == ProcessMark.of(os.getpid()):
         return f"the names of {record.name} are in this notebook since it ended"
     if not record.background:
-        return f"{record.name} gave its names to the notebook that started it; only background runs keep them"
+        return (
+            f"{record.name} gave its names to the notebook that started it; only background runs"
+            " keep them"
+        )
     if record.id in _brought:
         return f"the names of {record.name} are in this notebook since it was attached before"
     return "" if (record.folder / ANSWER).exists() else f"the names of {record.name} were removed"
@@ -391,8 +399,8 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
     _brought.add(record.id)
     if captured is None and record.kernel == ProcessMark.of(os.getpid()):
         say(
-            f"the objects that {record.name} was given are not held any more (an hour after its end, or beyond 2 GB): its "
-            "names are bound to new ones"
+            f"the objects that {record.name} was given are not held any more (an hour after its"
+            " end, or beyond 2 GB): its names are bound to new ones"
         )
     view.take(applied, numbered=captured is not None)
     new = ", ".join(applied.rebound[:12]) + (" …" if len(applied.rebound) > 12 else "")

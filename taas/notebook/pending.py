@@ -1,9 +1,10 @@
 """What background runs of this kernel were given, pending until somebody attaches them.
 
-``%taas attach`` changes the very objects that a run was given, so they are held until then: models, and memory of
-GPUs, also where the notebook has let go of them meanwhile. A run that nobody attaches must not hold them for ever. Once
-it is over, they are let go after an hour, or when all such runs together hold more than 2 GB, those first that ended
-first. Attached after that, a run's names are bound anew, as in another kernel.
+``%taas attach`` changes the very objects that a run was given, so they are held until then: models,
+and memory of GPUs, also where the notebook has let go of them meanwhile. A run that nobody attaches
+must not hold them for ever. Once it is over, they are let go after an hour, or when all such runs
+together hold more than 2 GB, those first that ended first. Attached after that, a run's names are
+bound anew, as in another kernel.
 """
 
 from __future__ import annotations

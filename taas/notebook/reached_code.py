@@ -1,6 +1,7 @@
 """The code that a cell may run: its own, that of the notebook's functions which it names, and of the project's files imported.
 
-It is read as text, nothing is imported. So what it may do is known before a run starts, though not that it will.
+It is read as text, nothing is imported. So what it may do is known before a run starts, though not
+that it will.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _files_named(module: str, roots: list[Path]) -> Iterator[Path]:
                     yield path
 
 
-# ---------------------------------------------------------------- programs for one process with several GPUs
+# ------------------------------------------------------- programs for one process with several GPUs
 
 _WRAPS = re.compile(r"\bDataParallel\s*\(")
 _KNOWS_RANKS = re.compile(
@@ -126,7 +127,8 @@ _KNOWS_RANKS = re.compile(
 def takes_first_gpu_for_its_own(cell: str, namespace: Mapping[str, Any], project: Path) -> bool:
     """Tell whether a cell is a program for ``nn.DataParallel``, whose ``cuda:0`` is then each rank's own GPU.
 
-    It wraps a model so, itself or by code that it calls, and neither it nor that code numbers GPUs by ranks.
+    It wraps a model so, itself or by code that it calls, and neither it nor that code numbers GPUs
+    by ranks.
     """
     texts = reached_code(cell, namespace, project)
     wrapping = [text for text in texts if _WRAPS.search(text)]

@@ -45,8 +45,9 @@ class RunHandle:
     def result(self, timeout: float | None = None) -> Any:
         """Wait until the run has ended; return what its function returned in rank 0.
 
-        With ``collect=True`` that is a list with the value of each rank. Of a ``--background`` cell it is None:
-        ``%taas attach`` brings its names. An interrupt ends the wait, and the run goes on.
+        With ``collect=True`` that is a list with the value of each rank. Of a ``--background`` cell
+        it is None: ``%taas attach`` brings its names. An interrupt ends the wait, and the run goes
+        on.
 
         Args:
             timeout: seconds that may be waited; None for as long as it takes.
@@ -67,7 +68,8 @@ class RunHandle:
         values = collected.pop(self._value)
         if lines:
             raise CaptureError(
-                f"{'; '.join(lines)}. Return what pickle can carry, such as numbers, arrays, tensors or a state_dict."
+                f"{'; '.join(lines)}. Return what pickle can carry, such as numbers, arrays,"
+                " tensors or a state_dict."
             )
         return values if self._by_rank else values[0]
 

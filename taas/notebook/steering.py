@@ -47,7 +47,8 @@ class Frontend:
 
     Attributes:
         kernel: process id of the notebook's kernel; 0 in a terminal.
-        notebook, project: the notebook's path, where its front end says it, and its folder; empty in a terminal.
+        notebook, project: the notebook's path, where its front end says it, and its folder; empty
+            in a terminal.
         place: that notebook or terminal in words, for whoever sees what was done from there.
     """
 
@@ -141,7 +142,8 @@ def _only_run(frontend: Frontend) -> RunRecord:
     """Return the run that ``stop`` without a name means: this notebook's only one, in a terminal the only one there is.
 
     Raises:
-        HeaderError: there is none, or there are several; other notebooks' runs are stopped by name only.
+        HeaderError: there is none, or there are several; other notebooks' runs are stopped by name
+            only.
     """
     live = [record for record in read_records() if record.live]
     mine = frontend.own(live) if frontend.kernel else live
@@ -170,7 +172,10 @@ def _stop(frontend: Frontend, line: Line) -> None:
             reader.look().live and not reader.removed and (left := deadline - time.monotonic()) > 0
         ):
             reader.wait(min(left, LOOK_SECONDS))
-    hints = f"`%taas stacks {name}` shows where its ranks stand; `%taas stop {name} --now` ends them at once"
+    hints = (
+        f"`%taas stacks {name}` shows where its ranks stand; `%taas stop {name} --now` ends them at"
+        " once"
+    )
     if reader.over:
         say(f"{name} stopped after {tables.span(time.time() - record.submitted)}")
     elif reader.record.state == "finishing":
@@ -231,7 +236,8 @@ def _engine(frontend: Frontend, line: Line) -> None:
     elif frontend.kernel == 0:
         chosen.read_choice(words, "taas engine", Catalog())
         raise HeaderError(
-            "taas engine in a terminal changes nothing: type %taas engine in a notebook, or write [engine] "
+            "taas engine in a terminal changes nothing: type %taas engine in a notebook, or write"
+            " [engine] "
             f'default = "{line.words[0]}" into taas.toml'
         )
     else:
@@ -243,7 +249,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
     say(f"engine: {choice.kind} {choice.address}".rstrip())
 
 
-# ---------------------------------------------------------------- install: a line in IPython's startup folder
+# ------------------------------------------------------ install: a line in IPython's startup folder
 
 _STARTUP_FILE = ("profile_default", "startup", "50-taas.py")
 # IPython runs it in the user's namespace: it binds no name that stays.
@@ -272,8 +278,8 @@ def _install(frontend: Frontend, line: Line) -> None:
             f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours."
         ) from None
     say(
-        f"{path} is written: notebooks that are started from now on know #pragma taas without %load_ext taas. "
-        "`taas install --undo` removes it."
+        f"{path} is written: notebooks that are started from now on know #pragma taas without"
+        " %load_ext taas. `taas install --undo` removes it."
     )
 
 
@@ -316,8 +322,8 @@ def _setup(frontend: Frontend, line: Line) -> None:
     if "clear" in line.options:
         count = setup_cells.forget_all()
         say(
-            f"{counted(count, 'setup cell')} forgotten: processes that start from now on run none; ranks that stay keep what "
-            "they ran until %taas release"
+            f"{counted(count, 'setup cell')} forgotten: processes that start from now on run none;"
+            " ranks that stay keep what they ran until %taas release"
         )
         return
     frontend.show(tables.setup(setup_cells.setup_cells()))

@@ -70,7 +70,8 @@ class Supervised(Wire):
         if self._pidfd in ready and self.heard_at == before:
             self.close()
             raise RunLost(
-                f"{_how_it_ended(self.pid)}, and all ranks with it. Nothing came back; the next cell starts a new one."
+                f"{_how_it_ended(self.pid)}, and all ranks with it. Nothing came back; the next"
+                " cell starts a new one."
             )
 
     @property
@@ -109,8 +110,9 @@ def _how_it_ended(supervisor: int) -> str:
     """Say what ended a supervisor: an error of its own, which is in its log, or else a signal."""
     if broke := how_it_broke(supervisor):
         return (
-            f"the supervisor broke down of an error of its own ({shown(broke, 200)}; {log_file(supervisor)} has more, and "
-            "`%taas doctor --report RUN` puts it into a file for a bug report)"
+            f"the supervisor broke down of an error of its own ({shown(broke, 200)};"
+            f" {log_file(supervisor)} has more, and `%taas doctor --report RUN` puts it into a file"
+            " for a bug report)"
         )
     return "the supervisor was killed (by somebody, or the out-of-memory killer: see dmesg)"
 

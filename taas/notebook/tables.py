@@ -25,10 +25,13 @@ _NOTIFY_SECONDS = 60.0
 _STALE_SECONDS = 90
 """A line that goes on changes each minute at least: the state, the time, what ranks use."""
 STAYS_OPEN = (
-    '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const o=window.taasOpen??={},k=d.dataset.taas;'
+    '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const'
+    " o=window.taasOpen??={},k=d.dataset.taas;"
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
 )
-"""Stands behind what is :func:`folded`: front ends that run scripts leave open what was, when a newer view takes its place."""
+"""Stands behind what is :func:`folded`: front ends that run scripts leave open what was, when a
+newer view takes its place.
+"""
 _NOTIFIES = (
     "<script>if(window.Notification){{const show=()=>{{{then}}};"
     "Notification.permission==='granted'?show():Notification.requestPermission().then(p=>p==='granted'&&show())}}</script>"
@@ -116,12 +119,17 @@ def _cell(record: RunRecord) -> str:
 def _stale(now: float) -> str:
     """Return HTML that is seen once its time has passed: then it was not replaced, and nobody will replace it.
 
-    So it is after the page was loaded again, or the kernel was restarted. By CSS, since many front ends run no scripts.
+    So it is after the page was loaded again, or the kernel was restarted. By CSS, since many front
+    ends run no scripts.
     """
-    said = f" · may be stale: not updated since {time.strftime('%H:%M', time.localtime(now))}, %taas status knows"
+    said = (
+        f" · may be stale: not updated since {time.strftime('%H:%M', time.localtime(now))}, %taas"
+        " status knows"
+    )
     return (
         "<style>@keyframes taas-stale{to{font-size:inherit}}</style>"
-        f'<span style="font-size:0;animation:taas-stale 0s {_STALE_SECONDS}s forwards">{html.escape(said)}</span>'
+        f'<span style="font-size:0;animation:taas-stale 0s {_STALE_SECONDS}s'
+        f' forwards">{html.escape(said)}</span>'
     )
 
 
@@ -251,7 +259,10 @@ def _note(record: RunRecord) -> str:
         where = f" ({on_one_line(record.waiting, _WHERE_WIDTH)})" if record.waiting else ""
         return f"interrupted: the cell is finishing; press again to end it{where}"
     if record.live and record.waiting:
-        return f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to give up."
+        return (
+            f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to"
+            " give up."
+        )
     if not record.questions:
         return ""
     ranks = [one.rank for one in record.questions]
@@ -281,7 +292,8 @@ def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
     shown = live + [record for record in ended if record.kept_ranks or record is ended[-1]]
     if not shown:
         return plain(
-            "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the options)"
+            "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the"
+            " options)"
         )
     rows = [(told_apart(record, shown), *_standing(record, now)) for record in shown]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
@@ -413,7 +425,8 @@ def table(
         heads: of the columns.
         rows: their cells.
         remarks: on each row, of any length; it stands below the row.
-        opened: for each row, by the key of :func:`folded`, the HTML that its last cell opens, if there is some.
+        opened: for each row, by the key of :func:`folded`, the HTML that its last cell opens, if
+            there is some.
     """
     used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
     heads, *rows = ([row[column] for column in used] for row in (heads, *rows))

@@ -94,7 +94,10 @@ def _runs(*, live: bool) -> dict[str, str]:
 
 _JSON = (Option("json", help="for programs: one line of JSON"),)
 _TO = Option("to", "DIR", text_of("a folder", "program"), "where the program is written")
-_STOP = "end this notebook's run, or any by its name, as the interrupt button ends a cell; again, or --now: at once"
+_STOP = (
+    "end this notebook's run, or any by its name, as the interrupt button ends a cell; again, or"
+    " --now: at once"
+)
 _ROWS = (
     Verb(
         "status",
@@ -175,7 +178,8 @@ _ROWS = (
     Verb(
         "doctor",
         "",
-        "what this machine has, what it lacks, and what to do; --report: a file about a run, for a bug report",
+        "what this machine has, what it lacks, and what to do; --report: a file about a run, for a"
+        " bug report",
         (Option("report", "RUN", text_of("a run's name", "r5")),),
     ),
 )

@@ -18,7 +18,9 @@ from taas.wording import shown as on_one_line
 
 _LINES, _WIDTH, _LAST_WIDTH = 20, 200, 70
 _DRAWN = 1 << 19
-"""Characters of HTML, at most, that a rank's last figure or table may have in the row of a run that is over."""
+"""Characters of HTML, at most, that a rank's last figure or table may have in the row of a run that
+is over.
+"""
 _MANY_RANKS = 32
 """From so many ranks on, a view that goes on reads the output of some, and of fewer than these."""
 _AT_WORK = ("starting", "running", "stopped")
@@ -47,7 +49,8 @@ class _Written(NamedTuple):
 def watched(record: RunRecord, now: float | None = None) -> Shown:
     """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`.
 
-    While a run of many ranks goes on, this is asked for each second, and reads only what some of them wrote.
+    While a run of many ranks goes on, this is asked for each second, and reads only what some of
+    them wrote.
     """
     ranks = _written_by(record, _read_each_second(record))
     above = line(record, now, _seconds_left(record, ranks[0]))
@@ -118,9 +121,9 @@ def _rows(record: RunRecord, ranks: Sequence[_Written | None]) -> Shown:
     heads = ("rank", "state", "CPU", "memory", "GPU", "GPU memory", "last line")
     shown = record.cell.spec.shown_ranks()  # what these draw stands in the cell
     opened = {
-        f"{record.id}-{rank}": written.opened(drawn=not record.live and rank not in shown)
-        if written
-        else ""
+        f"{record.id}-{rank}": (
+            written.opened(drawn=not record.live and rank not in shown) if written else ""
+        )
         for rank, written in enumerate(ranks)
     }
     below = table(heads, rows, opened=opened)
@@ -137,8 +140,9 @@ def _last_line(written: _Written | None) -> str:
 def _not_read(record: RunRecord, left_out: Sequence[int]) -> Shown:
     """Say of which ranks the rows have no output, and where it is."""
     return plain(
-        f"{ranks_in_words(left_out)}: state and use only, in a run of so many ranks; "
-        f"%taas status {record.name} shows what they print, %taas logs {record.name} --rank {left_out[0]} all of it"
+        f"{ranks_in_words(left_out)}: state and use only, in a run of so many ranks; %taas status"
+        f" {record.name} shows what they print, %taas logs {record.name} --rank {left_out[0]} all"
+        " of it"
     )
 
 

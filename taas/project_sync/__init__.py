@@ -1,15 +1,16 @@
 """Project files on VMs that do not see the notebook's disk.
 
-``archive``     what of the project travels to a VM, and what was changed there since: packed, and read
-``applier``     an archive's changes made to a folder: whole, and over nobody's work
+``archive``     what of the project travels to a VM, and what was changed there since: packed, and
+read ``applier``     an archive's changes made to a folder: whole, and over nobody's work
 
-Here is how that folder becomes the project on a VM: under the project's own path, for a rank and all it starts. Best is a
-mount namespace of the rank's own, in which the copy is mounted at the path: nobody else on the VM sees it, and nothing of it is
-left. Where that is refused (most containers refuse it) the rank works in the copy where it lies: relative paths and imports
-hold, absolute ones don't, and the cell says so.
+Here is how that folder becomes the project on a VM: under the project's own path, for a rank and
+all it starts. Best is a mount namespace of the rank's own, in which the copy is mounted at the
+path: nobody else on the VM sees it, and nothing of it is left. Where that is refused (most
+containers refuse it) the rank works in the copy where it lies: relative paths and imports hold,
+absolute ones don't, and the cell says so.
 
-What the VM keeps beneath that path stays what it is: Python's own installation, where a home directory is the
-project, and caches, so that a model is downloaded once.
+What the VM keeps beneath that path stays what it is: Python's own installation, where a home
+directory is the project, and caches, so that a model is downloaded once.
 """
 
 # Plain strings: a Path folds "..", which the kernel follows.
@@ -63,9 +64,11 @@ def entered(replica: str, project: str, say: Callable[[str], object]) -> str:
     The process has one thread. Its working directory and what it has open do not move.
 
     Args:
-        replica: the copy, in a folder of taas' that is seen where it is, wherever that is; empty: there is none.
+        replica: the copy, in a folder of taas' that is seen where it is, wherever that is; empty:
+            there is none.
         project: an absolute path, where a directory is.
-        say: is told why the copy cannot stand there; the process may be in a namespace of its own then.
+        say: is told why the copy cannot stand there; the process may be in a namespace of its own
+            then.
     """
     if not replica:
         return project

@@ -1,13 +1,14 @@
 """Changes made to a project: each file whole or not at all, and over nobody's work.
 
-What stands at a path is known from when the project was packed, or from this run's last change. Where something else
-stands there now, the notebook's user changed it meanwhile: it stays, and the run's version is put aside, for
-``%taas recover``, until a later one finds its place. (Between that look and the change lie microseconds, in which an editor
-could save; it would lose.) What stands there as it is to be is not replaced: who has it open goes on having it.
+What stands at a path is known from when the project was packed, or from this run's last change.
+Where something else stands there now, the notebook's user changed it meanwhile: it stays, and the
+run's version is put aside, for ``%taas recover``, until a later one finds its place. (Between that
+look and the change lie microseconds, in which an editor could save; it would lose.) What stands
+there as it is to be is not replaced: who has it open goes on having it.
 
-A file that did not travel is another case: the VM had none, so that whatever the run made there began empty, be it
-a new checkpoint or a line added to a log. The run's takes its place, as it would have here, and the old one stays
-beside it, since nothing of it may be in the new one.
+A file that did not travel is another case: the VM had none, so that whatever the run made there
+began empty, be it a new checkpoint or a line added to a log. The run's takes its place, as it would
+have here, and the old one stays beside it, since nothing of it may be in the new one.
 """
 
 # Paths are bytes, relative to open directories.
@@ -39,7 +40,8 @@ class Applier:
         run: name of the run, for the names of those.
         aside: a folder for what has no place in the project; None: that is said.
 
-    ``notices`` has lines for the user, ``expected`` what stands there, as far as it travelled or was put there.
+    ``notices`` has lines for the user, ``expected`` what stands there, as far as it travelled or
+    was put there.
     """
 
     def __init__(
@@ -154,8 +156,8 @@ class Applier:
         ):  # that is there, or it is another user's file, which may not have a second name
             return False
         self.notices.append(
-            f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where the run made one "
-            f"anew: that one is here now, and yours is {shown_path(kept)}"
+            f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where"
+            f" the run made one anew: that one is here now, and yours is {shown_path(kept)}"
         )
         return True
 
@@ -168,7 +170,8 @@ class Applier:
                 _unlink(path, folder)
         else:
             self.notices.append(
-                f"{shown_path(path)} was changed here while the run removed it: it is as you left it"
+                f"{shown_path(path)} was changed here while the run removed it: it is as you"
+                " left it"
             )
 
 

@@ -1,11 +1,12 @@
 """A directory tree as it stands, what of it crosses hosts, and the archives in which it does.
 
-To a VM goes the project's code, and what is small: modules whatever their size, other files up to :data:`LARGE`, all
-together up to :data:`TOTAL`: modules first, then the small before the large. Data is for a disk that all VMs see, or for
-the cell to download. What others make anew stays: version control, environments, caches, a notebook's checkpoints.
+To a VM goes the project's code, and what is small: modules whatever their size, other files up to
+:data:`LARGE`, all together up to :data:`TOTAL`: modules first, then the small before the large.
+Data is for a disk that all VMs see, or for the cell to download. What others make anew stays:
+version control, environments, caches, a notebook's checkpoints.
 
-From a VM comes what was changed there, and is closed. An archive is a file: entry after entry, each with the bytes of
-its file. Links are never followed.
+From a VM comes what was changed there, and is closed. An archive is a file: entry after entry, each
+with the bytes of its file. Links are never followed.
 """
 
 # Paths are bytes, relative to a tree's root.
@@ -34,8 +35,8 @@ ENTRIES = 100_000  # files and directories that are looked at
 
 _MODULES = (b".py", b".pyi", b".pyx", b".so")
 _STAY = frozenset(
-    b".git .hg .svn .venv node_modules __pycache__ .ipynb_checkpoints .mypy_cache .pytest_cache .ruff_cache "
-    b".tox .nox .cache .local .conda .ipython .jupyter".split()
+    b".git .hg .svn .venv node_modules __pycache__ .ipynb_checkpoints .mypy_cache .pytest_cache"
+    b" .ruff_cache .tox .nox .cache .local .conda .ipython .jupyter".split()
 )
 _ENVIRONMENT = (b"pyvenv.cfg", b"conda-meta")
 _OWN = b".taas-"  # so begin the names of files of taas' own
@@ -81,8 +82,8 @@ Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
 def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
     """Yield what is beneath a directory, each directory before what is in it, nearest to the root first.
 
-    What cannot be read, or goes while it is looked at, is passed over, and so is what is taas' own; a part that a
-    killed process has left is removed.
+    What cannot be read, or goes while it is looked at, is passed over, and so is what is taas' own;
+    a part that a killed process has left is removed.
     """
     folders = [b""]
     for folder in folders:
@@ -196,7 +197,8 @@ def _add_all(
 ) -> Iterator[None]:
     """Add what makes of a ``known`` tree the one that was ``found``, as far as it is to be told, and note in ``told`` what was.
 
-    What is no more goes last, so that of two checkpoints one is there at any time; but first what is in the way.
+    What is no more goes last, so that of two checkpoints one is there at any time; but first what
+    is in the way.
     """
     gone = [
         path for path, was in known.items() if path not in found or found[path].kind != was.kind
@@ -257,8 +259,8 @@ def pack(
 ) -> Archive:
     """Pack a project as it stands; what is in ``always`` travels whatever its size, beside what is within the limits.
 
-    ``known`` is what stands on the VMs already, or on some, as it stood here when it did: what is too large does not travel
-    again, and what is not so any more is removed there.
+    ``known`` is what stands on the VMs already, or on some, as it stood here when it did: what is
+    too large does not travel again, and what is not so any more is removed there.
 
     Raises:
         OSError: the directory cannot be read, or there is no memory for it.
@@ -305,8 +307,9 @@ def _choose(
 class Changes:
     """What becomes of a folder after this moment, or with ``afresh`` also before, packed whenever its owner says so.
 
-    The folder is looked at as a whole: nothing that was done to it can be missed, by whatever program, and nothing has to
-    be kept of what happened in between. ``unsent``: files that could not be packed at the last look.
+    The folder is looked at as a whole: nothing that was done to it can be missed, by whatever
+    program, and nothing has to be kept of what happened in between. ``unsent``: files that could
+    not be packed at the last look.
     """
 
     def __init__(self, root: str, skip: Skip, *, afresh: bool = False) -> None:

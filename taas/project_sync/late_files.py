@@ -1,9 +1,11 @@
 """Files of the project that did not travel with it: on a VM that does not see its disk, one comes when somebody wants it.
 
-Whoever finds no file there asks for it, by a pipe in a folder that the agent watches, and waits at that pipe; the agent asks the
-supervisor. It comes once a VM, into a folder that stays with the agent, where the next cell finds it if it is still the same version;
-what was used longest ago makes room. Python's ``open``, ``os.open`` and ``os.stat`` ask (so do ``Path``, ``os.path.exists``, NumPy and
-``torch.load``), directories do not list what has not come, and C code that opens files by name finds none.
+Whoever finds no file there asks for it, by a pipe in a folder that the agent watches, and waits at
+that pipe; the agent asks the supervisor. It comes once a VM, into a folder that stays with the
+agent, where the next cell finds it if it is still the same version; what was used longest ago makes
+room. Python's ``open``, ``os.open`` and ``os.stat`` ask (so do ``Path``, ``os.path.exists``, NumPy
+and ``torch.load``), directories do not list what has not come, and C code that opens files by name
+finds none.
 """
 
 # Plain strings and the calls of os: that is what is replaced here.
@@ -166,7 +168,7 @@ class LateFiles:
                 pipe.unlink()
 
 
-# ---------------------------------------------------------------- in a process that works with the project
+# --------------------------------------------------------- in a process that works with the project
 
 _folder, _roots, _missing = "", tuple[str, ...](), frozenset[str]()
 _installed = False
@@ -225,8 +227,9 @@ def _come(path: Any) -> bool:
                 posix.unlink(pipe)
                 raise TimeoutError(
                     errno.ETIMEDOUT,
-                    f"it is on the notebook's machine, and nothing has come from there for {deadlines.LATE_FILE:.0f} s: "
-                    "see that the way to it is up, and run the cell again",
+                    "it is on the notebook's machine, and nothing has come from there for"
+                    f" {deadlines.LATE_FILE:.0f} s: see that the way to it is up, and run the cell"
+                    " again",
                     name,
                 )
     finally:

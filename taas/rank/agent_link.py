@@ -2,16 +2,18 @@
 
 So a rank whose main thread is in C code can still be asked:
 
-* It is interrupted. A real-time signal follows the SIGINT; its Python-level handler, which runs as soon as the main thread
-  runs Python code, proves that the interrupt is noticed, whatever handler of SIGINT the cell has. A main thread that uses
-  the processor in C code (it saves a large model) has the time it needs. One that has slept for a second may wait for
-  other ranks: that is broken off (:mod:`taas.adopt.waits`), and the KeyboardInterrupt comes out. While C code holds
-  the GIL nobody answers.
-* It is to pack its names as they stand: the main thread does so before its next line of Python, or this one while the
-  main one sleeps in C code, which changes nothing then. The first of the two says the rank's last word.
+* It is interrupted. A real-time signal follows the SIGINT; its Python-level handler, which runs as
+  soon as the main thread runs Python code, proves that the interrupt is noticed, whatever handler
+  of SIGINT the cell has. A main thread that uses the processor in C code (it saves a large model)
+  has the time it needs. One that has slept for a second may wait for other ranks: that is broken
+  off (:mod:`taas.adopt.waits`), and the KeyboardInterrupt comes out. While C code holds the GIL
+  nobody answers.
+* It is to pack its names as they stand: the main thread does so before its next line of Python, or
+  this one while the main one sleeps in C code, which changes nothing then. The first of the two
+  says the rank's last word.
 
-What a cell asks the person at the keyboard goes by the agent into the run's record, where whoever shows the run in a notebook
-finds it (notebook/live_view.py); the answer comes back by the agent.
+What a cell asks the person at the keyboard goes by the agent into the run's record, where whoever
+shows the run in a notebook finds it (notebook/live_view.py); the answer comes back by the agent.
 """
 
 from __future__ import annotations
@@ -106,9 +108,10 @@ class AgentLink:
         """Let the agent be answered while a cell runs; called by the main thread, once it need not be the only one.
 
         Args:
-            pack_names: makes the rank's last word with its names as they stand; with ``last=False``, one that holds
-                if it says no other.
-            answered: takes what the person at the keyboard answered; None: they have interrupted the cell.
+            pack_names: makes the rank's last word with its names as they stand; with
+                ``last=False``, one that holds if it says no other.
+            answered: takes what the person at the keyboard answered; None: they have interrupted
+                the cell.
         """
         self._pack_names, self._answered, self.broken_off = pack_names, answered, False
         if self._noticed >= 0:
@@ -132,7 +135,8 @@ class AgentLink:
     def _repeat_interrupt(self) -> None:
         """Have an interrupt that came while C code ignored it raised as soon as the main thread runs Python code again.
 
-        What the cell itself ignores stays ignored, and the interrupt of a cell that is over is none.
+        What the cell itself ignores stays ignored, and the interrupt of a cell that is over is
+        none.
         """
         if self._speaker or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             return
@@ -241,7 +245,8 @@ class AgentLink:
                 asked.told = True
                 self.send(RankStage(stage="at work"))
             return
-        # again: a signal that comes between the last line of Python and a system call ends no system call
+        # again: a signal that comes between the last line of Python and a system call ends no
+        # system call
         signal.pthread_kill(self._main_thread, NOTICE)
         if slept >= deadlines.BREAK_OFF and not self.broken_off:
             self.broken_off = True
@@ -303,7 +308,8 @@ class Keyboard:
         """Ask, and wait.
 
         Raises:
-            EOFError: nobody can answer here, or the cell was interrupted before: a debugger then leaves.
+            EOFError: nobody can answer here, or the cell was interrupted before: a debugger then
+                leaves.
             StdinNotImplementedError: the notebook's front end cannot ask.
         """
         if not self._link.in_cell:

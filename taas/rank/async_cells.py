@@ -1,12 +1,13 @@
 """Cells with a top-level ``await``: an interrupt reaches the code that awaits, and its ``except`` and ``finally`` run.
 
-IPython runs such a cell as a coroutine in an event loop. A ``KeyboardInterrupt`` that is raised while the loop waits leaves
-the loop, and the coroutine stays suspended for ever. So here the handler of SIGINT cancels the cell's task instead, as
-``asyncio.Runner`` does, and the loop runs until the task has come to its end.
+IPython runs such a cell as a coroutine in an event loop. A ``KeyboardInterrupt`` that is raised
+while the loop waits leaves the loop, and the coroutine stays suspended for ever. So here the
+handler of SIGINT cancels the cell's task instead, as ``asyncio.Runner`` does, and the loop runs
+until the task has come to its end.
 
-What the cell's code sees is both: a ``CancelledError``, as in a notebook's kernel (ipykernel cancels the cell, too), and a
-``KeyboardInterrupt``, as in any cell without ``await``. So either ``except`` takes it, and an error of the cell that
-nobody takes is an interrupt.
+What the cell's code sees is both: a ``CancelledError``, as in a notebook's kernel (ipykernel
+cancels the cell, too), and a ``KeyboardInterrupt``, as in any cell without ``await``. So either
+``except`` takes it, and an error of the cell that nobody takes is an interrupt.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 _LATE_SECONDS = 5.0
 """Threads that take longer after the cell's last line are named."""
 _WITHOUT_WALL = (
-    "rank writes: this machine gives no wall (taas doctor says why), so of ranks other than 0 only what Python's own functions "
-    "write was kept out of the project: C libraries and other programs could write it"
+    "rank writes: this machine gives no wall (taas doctor says why), so of ranks other than 0 only"
+    " what Python's own functions write was kept out of the project: C libraries and other programs"
+    " could write it"
 )
 
 
@@ -91,9 +92,10 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
         value = capture.NOTHING if result.result is None else result.result
         return RankEnded(rank=start.rank, outcome="done", at=time.time()), value
     if not isinstance(error, Exception):
-        return failed(
-            start.rank, error, lines if isinstance(error, KeyboardInterrupt) else ()
-        ), None
+        return (
+            failed(start.rank, error, lines if isinstance(error, KeyboardInterrupt) else ()),
+            None,
+        )
     lines = lines or "".join(traceback.format_exception_only(error)).splitlines()
     if start.order.cell.spec.post_mortem and not isinstance(error, BdbQuit):
         print("\n".join(lines))  # noqa: T201  the cell shows it
@@ -131,7 +133,8 @@ def _threads() -> list[threading.Thread]:
 def _say_who_is_late(rank: int) -> None:
     if names := [thread.name for thread in _threads()]:
         print(  # noqa: T201  the cell shows it
-            f"taas: rank {rank} has run the cell's last line, and waits for {len(names)} thread(s): {', '.join(names)}"
+            f"taas: rank {rank} has run the cell's last line, and waits for {len(names)} thread(s):"
+            f" {', '.join(names)}"
         )
 
 
@@ -144,8 +147,9 @@ def _error_of_gpus(order: RankOrder) -> BaseException | None:
         return error
     except Exception as error:
         error.add_note(
-            "It failed on the GPU when the cell's last line had returned. To see which line asked for it, restart the "
-            "kernel, set os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first cell, and run the cell again."
+            "It failed on the GPU when the cell's last line had returned. To see which line asked"
+            " for it, restart the kernel, set os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first"
+            " cell, and run the cell again."
         )
         return error
     return None
@@ -186,7 +190,8 @@ def _joint(text: str) -> str:
 def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True) -> RankEnded:
     """Pack rank 0's names, as they stand if the cell has failed; ``last``: for good.
 
-    A failure to do so is the run's failure, never silent; where the run has failed already, it says so besides.
+    A failure to do so is the run's failure, never silent; where the run has failed already, it says
+    so besides.
     """
     done = ended.outcome == "done"
     try:
@@ -223,9 +228,9 @@ def said_of_wall(wall: Guard) -> tuple[str, ...]:
 def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
     """Say what of the output was lost to a full disk."""
     lost = (
-        f"{outlet.events.lost_bytes:,} bytes of the output of rank {ended.rank} were lost, because the disk of the run's "
-        "folder is full. The run went on. `%taas history` shows where old runs are kept; remove some, or set "
-        "JUPYTER_RUNTIME_DIR."
+        f"{outlet.events.lost_bytes:,} bytes of the output of rank {ended.rank} were lost, because"
+        " the disk of the run's folder is full. The run went on. `%taas history` shows where old"
+        " runs are kept; remove some, or set JUPYTER_RUNTIME_DIR."
     )
     return [lost] if outlet.events.lost_bytes else []
 

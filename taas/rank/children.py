@@ -1,8 +1,9 @@
 """Processes that a cell starts itself with ``multiprocessing``.
 
-A forked child has all that its rank has. ``spawn`` and ``forkserver`` start a fresh Python and send it the ``Process``
-object as a pickle, in which a function of a script is a name of its file. A notebook has no file: functions and
-classes of the cells go by value here, into the child's ``__main__``, with the names that they use.
+A forked child has all that its rank has. ``spawn`` and ``forkserver`` start a fresh Python and send
+it the ``Process`` object as a pickle, in which a function of a script is a name of its file. A
+notebook has no file: functions and classes of the cells go by value here, into the child's
+``__main__``, with the names that they use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Debuggers in a rank show the user's frames: not those of IPython and taas, in which the cell runs.
 
-Every debugger for Python is a :class:`bdb.Bdb`: pdb, which ``breakpoint()`` opens, IPython's, and IDEs' for the terminal. So
-it is taught there what a frame of the user is. IPython runs each statement of a cell as code of its own: who steps
-past one stops in the next, and who steps past the last one is through.
+Every debugger for Python is a :class:`bdb.Bdb`: pdb, which ``breakpoint()`` opens, IPython's, and
+IDEs' for the terminal. So it is taught there what a frame of the user is. IPython runs each
+statement of a cell as code of its own: who steps past one stops in the next, and who steps past the
+last one is through.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A rank from its first instruction to its last: a process that takes orders, and is one rank of one run with each.
 
-What it does at its first order has an order that is part of the design: the write rule while the process has one thread, the
-rehearsal before a library but torch is imported, the names before the shell.
+What it does at its first order has an order that is part of the design: the write rule while the
+process has one thread, the rehearsal before a library but torch is imported, the names before the
+shell.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _end_as_python_does() -> None:
             file.flush()
 
 
-# ---------------------------------------------------------------- a process becomes a rank, and takes in the names of each cell
+# ------------------------------------ a process becomes a rank, and takes in the names of each cell
 
 
 @dataclass
@@ -153,7 +154,8 @@ class Prepared:
     """This process, from its first order to its last.
 
     Attributes:
-        device: where CUDA tensors of the notebook land; ``cuda``: on the device they had; None: in host memory.
+        device: where CUDA tensors of the notebook land; ``cuda``: on the device they had; None: in
+            host memory.
         environ: the notebook's, as it was last.
         project: where it is on this VM.
         arrival: the names of the last cell as they arrived.

@@ -1,11 +1,12 @@
 """Nobody lives longer than who needs him, whatever he is doing: the chain of kernel, supervisor, agent and rank.
 
-Two ties, both held by the operating system, so that they work while C code holds the GIL, and on processes that are
-stopped: the parent-death signal where the other one is the parent (prctl(2), PR_SET_PDEATHSIG), else a SIGKILL on
-end-of-file of a pipe whose writing end only the other one has (fcntl(2), F_SETSIG). Children that leave a rank's session
-stay in the process tree of agent and supervisor, and are found there (agent/processes.py). So a supervisor is not killed at
-the end of its kernel: it is told to go on, should it be stopped, and ends all that there is, and only one that does not
-notice is killed, some seconds later.
+Two ties, both held by the operating system, so that they work while C code holds the GIL, and on
+processes that are stopped: the parent-death signal where the other one is the parent (prctl(2),
+PR_SET_PDEATHSIG), else a SIGKILL on end-of-file of a pipe whose writing end only the other one has
+(fcntl(2), F_SETSIG). Children that leave a rank's session stay in the process tree of agent and
+supervisor, and are found there (agent/processes.py). So a supervisor is not killed at the end of
+its kernel: it is told to go on, should it be stopped, and ends all that there is, and only one that
+does not notice is killed, some seconds later.
 
 And what ``ps`` and ``top`` call those that are not ranks yet (proc_pid_comm(5)).
 """
@@ -23,7 +24,9 @@ from taas import _linux
 
 _F_SETOWN, _F_SETSIG = 8, 10
 _KILLS_LATER = signal.SIGQUIT
-"""Its handler in C is alarm(2), to which the system gives the signal's number, 3: SIGALRM ends the process 3 s later."""
+"""Its handler in C is alarm(2), to which the system gives the signal's number, 3: SIGALRM ends the
+process 3 s later.
+"""
 _COMM = Path("/proc/self/comm")
 FORKSERVER_NAME, SPARE_NAME = "taas-forkserver", "taas-spare"
 OWN_NAME = _COMM.read_text().rstrip("\n")
@@ -57,7 +60,8 @@ def signal_at_end(pipe: int, owner: int, number: signal.Signals) -> None:
 class KernelTie:
     """A supervisor's tie to its kernel, which ends with that process, whoever has inherited its end of the life pipe.
 
-    Of its ``sources``, the life pipe's reading end and a descriptor of the kernel, one at least becomes readable.
+    Of its ``sources``, the life pipe's reading end and a descriptor of the kernel, one at least
+    becomes readable.
 
     Raises:
         ProcessLookupError: it is gone already.

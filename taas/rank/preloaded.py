@@ -40,8 +40,9 @@ def _forget_exit_functions() -> None:
 def _keep_freed_memory() -> None:
     """End what depends on luck in the layout of a forked heap: giving back and faulting in 2,000 pages a step.
 
-    By itself malloc gives back the top of a heap above 64 MiB, which the next step asks for again: measured with a small
-    convolutional network, 0.5 to 5 ms of system time a step of 14 ms, run by run. Who has set malloc keeps it.
+    By itself malloc gives back the top of a heap above 64 MiB, which the next step asks for again:
+    measured with a small convolutional network, 0.5 to 5 ms of system time a step of 14 ms, run by
+    run. Who has set malloc keeps it.
     """
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         _linux.keep_freed_memory(256 << 20, map_from=32 << 20)
@@ -55,4 +56,5 @@ warned_lines.install()
 diversion.survey()
 holders.survey()
 gc.collect()
-gc.freeze()  # ranks' collections leave alone what all of them share: a touched page is a copied page
+# ranks' collections leave alone what all of them share: a touched page is a copied page
+gc.freeze()

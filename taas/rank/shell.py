@@ -101,7 +101,8 @@ class RankShell(InteractiveShell):
     def _tee(self, channel: str) -> Iterator[None]:
         """Keep no copy of what the cell prints: it is in the rank's files, and the history is the notebook's.
 
-        IPython's own leaves a stream with its ``write`` as an attribute; a captured one comes back to the notebook.
+        IPython's own leaves a stream with its ``write`` as an attribute; a captured one comes back
+        to the notebook.
         """
         stream = getattr(sys, channel)
         yield
@@ -117,7 +118,8 @@ class RankShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         """Make the traceback of an error.
 
-        An interrupt that comes while it is made is that of a run which another rank's error ends already.
+        An interrupt that comes while it is made is that of a run which another rank's error ends
+        already.
         """
         with _interrupts_ignored():
             etype, error, tb = self._get_exc_info(exc_tuple)
@@ -165,7 +167,8 @@ class RankShell(InteractiveShell):
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
-    # no SIG_IGN: an interrupt that finds that is repeated, as it is after os.system (rank/agent_link.py)
+    # no SIG_IGN: an interrupt that finds that is repeated, as it is after os.system
+    # (rank/agent_link.py)
     before = signal.signal(signal.SIGINT, lambda number, frame: None) if is_main else None
     try:
         yield
@@ -181,7 +184,7 @@ def _holds_group(error: BaseException | None) -> bool:
     return error is not None
 
 
-# ---------------------------------------------------------------- what a process does before it knows which rank it is
+# --------------------------------------------- what a process does before it knows which rank it is
 #
 # Spares do it while nobody waits.
 
@@ -215,8 +218,8 @@ def _forget_forkserver() -> None:
 def _make_shell(preparation: Preparation, outlet: Outlet) -> RankShell:
     """Build the shell on a fresh ``__main__``.
 
-    Libraries that draw bars and tables ask for the name of its class, and whether a kernel configured it: they are
-    told what the notebook's own shell would tell them.
+    Libraries that draw bars and tables ask for the name of its class, and whether a kernel
+    configured it: they are told what the notebook's own shell would tell them.
     """
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins

@@ -1,8 +1,9 @@
 """Warnings name the user's line, not one of taas: what stands in the place of a library's function is passed over.
 
-``warnings.warn(…, stacklevel=2)`` in such a function, or a warning of C code, names who called it: taas, where taas has put a function
-of its own between (``rehearsal``, ``adopt``, ``storage``). Such a warning is given again as of the line that called taas, so that the
-user's filters, and Python's rule that one line warns once, hold for that.
+``warnings.warn(…, stacklevel=2)`` in such a function, or a warning of C code, names who called it:
+taas, where taas has put a function of its own between (``rehearsal``, ``adopt``, ``storage``). Such
+a warning is given again as of the line that called taas, so that the user's filters, and Python's
+rule that one line warns once, hold for that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Launchers that a rehearsed cell starts as commands (``!torchrun``, ``subprocess.run(["accelerate", "launch", …])``).
 
-A command sees the machine as it is: no GPU, and no rank of this run. What it would print, some sixty lines, names neither. So such a
-command is refused by name, where it is started; any other runs. A cell without a header runs them, in the notebook.
+A command sees the machine as it is: no GPU, and no rank of this run. What it would print, some
+sixty lines, names neither. So such a command is refused by name, where it is started; any other
+runs. A cell without a header runs them, in the notebook.
 """
 
 from __future__ import annotations
@@ -96,9 +97,10 @@ def _refuse_launcher(words: list[str]) -> None:
     elif program not in _ALONE:
         return
     raise CannotRehearse(
-        f"{program} cannot be rehearsed: a command sees this machine as it is, without GPUs, and its processes are no ranks of "
-        f"this run. Write #pragma taas --gpus {_processes(words)} above the training code itself (%run train.py runs a file), "
-        "or start the command in a cell without a header."
+        f"{program} cannot be rehearsed: a command sees this machine as it is, without GPUs, and"
+        f" its processes are no ranks of this run. Write #pragma taas --gpus {_processes(words)}"
+        " above the training code itself (%run train.py runs a file), or start the command in a"
+        " cell without a header."
     )
 
 

@@ -1,15 +1,16 @@
 """The face of ``torch.cuda`` and ``torch.accelerator``: GPUs are there, as many as the run has on this VM.
 
-Every name of ``torch.cuda.__all__`` is rehearsed here, refused in ``refused``, or works by itself without a GPU; a test
-has those and holds the list against torch.
+Every name of ``torch.cuda.__all__`` is rehearsed here, refused in ``refused``, or works by itself
+without a GPU; a test has those and holds the list against torch.
 
-Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name. ``mem_get_info``
-and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
+Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name.
+``mem_get_info`` and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
 
-Each device has streams of work, with their events, and all have one stream of random numbers. Every operator has ended when it
-returns, so there is nothing to wait for. ``torch.cuda.manual_seed`` does not reseed the CPU, and
-``torch.rand(3, device="cuda")`` repeats after ``torch.cuda.manual_seed(0)``. What draws inside an operator (dropout) has a
-CPU tensor and draws from the CPU's stream; the numbers are a CPU generator's, never the GPU's.
+Each device has streams of work, with their events, and all have one stream of random numbers. Every
+operator has ended when it returns, so there is nothing to wait for. ``torch.cuda.manual_seed`` does
+not reseed the CPU, and ``torch.rand(3, device="cuda")`` repeats after
+``torch.cuda.manual_seed(0)``. What draws inside an operator (dropout) has a CPU tensor and draws
+from the CPU's stream; the numbers are a CPU generator's, never the GPU's.
 """
 
 from __future__ import annotations
@@ -330,8 +331,8 @@ def _figure(name: str, answer: Callable[[], Any]) -> Callable[..., Any]:
         if name not in _told:
             _told.add(name)
             warnings.warn(
-                f"{name}: memory figures are not rehearsed; it gives a neutral answer on CPU ranks. "
-                "Measure memory in a run on GPUs.",
+                f"{name}: memory figures are not rehearsed; it gives a neutral answer on CPU ranks."
+                " Measure memory in a run on GPUs.",
                 RehearsalWarning,
                 stacklevel=2,
             )

@@ -1,6 +1,7 @@
 """Which devices a rehearsal pretends to have, and where they really are: on the CPU.
 
-A *device-like* is what torch takes for a device: ``"cuda"``, ``"cuda:1"``, ``torch.device("cuda", 1)`` or ``1``.
+A *device-like* is what torch takes for a device: ``"cuda"``, ``"cuda:1"``,
+``torch.device("cuda", 1)`` or ``1``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def place(local_rank: int, device_count: int) -> None:
     """Set what the machine has; the local rank's device is current. ValueError: it has none."""
     if not 0 <= local_rank < device_count:
         raise ValueError(
-            f"local rank {local_rank} has no GPU among {device_count}: a rehearsed rank needs 0 <= rank < GPUs"
+            f"local rank {local_rank} has no GPU among {device_count}: a rehearsed rank needs 0 <="
+            " rank < GPUs"
         )
     machine.device_count, machine.current = device_count, local_rank
 
@@ -45,8 +47,8 @@ def use() -> None:
     """Raise what CUDA raises in a child that was forked after its parent had used a device."""
     if machine.forked:
         raise RuntimeError(
-            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
-            "'spawn' start method"
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you"
+            " must use the 'spawn' start method"
         )
     machine.used = True
 
@@ -73,8 +75,8 @@ def is_device_like(value: Any) -> bool:
 def ordinal(device: Any = None) -> int:
     """The index of a CUDA device-like; the current device for ``None`` and for a bare ``"cuda"``.
 
-    Programs ask about ``x.device``, which is honest: so the CPU's device, where it is no text, is the current one.
-    ValueError: any other device, as torch raises it.
+    Programs ask about ``x.device``, which is honest: so the CPU's device, where it is no text, is
+    the current one. ValueError: any other device, as torch raises it.
     """
     if device is None or device == CPU:
         return machine.current

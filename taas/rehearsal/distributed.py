@@ -1,6 +1,7 @@
 """Process groups, meshes and the wrappers for many GPUs: gloo in the place of NCCL, CPUs in the place of GPUs.
 
-Where a patch can, it rewrites arguments and calls torch's own function, so meaning and errors stay torch's.
+Where a patch can, it rewrites arguments and calls torch's own function, so meaning and errors stay
+torch's.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def _rewrite_init(arguments: Arguments) -> None:
 
 # ---------------------------------------------------------------- which backend a group has
 #
-# A program is told the one that it asked for: libraries compare that with what they would have asked for. torch's own code,
-# which chooses by it how to do something, is told what the group really has.
+# A program is told the one that it asked for: libraries compare that with what they would have
+# asked for. torch's own code, which chooses by it how to do something, is told what the group
+# really has.
 
 _asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """By process group, the backend that the program asked for, as torch spells it."""
@@ -156,9 +158,10 @@ def _split_unnoticed(*args: Any, out: Sequence[Tensor], **kwargs: Any) -> None:
 _split_with_sizes_copy = torch.split_with_sizes_copy
 
 
-# ---------------------------------------------------------------- SyncBatchNorm: the sums go over all ranks
+# -------------------------------------------------------- SyncBatchNorm: the sums go over all ranks
 #
-# In fp32 for half-precision inputs, as CUDA's kernels keep them (aten/src/ATen/native/cuda/Normalization.cuh).
+# In fp32 for half-precision inputs, as CUDA's kernels keep them
+# (aten/src/ATen/native/cuda/Normalization.cuh).
 
 
 def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -199,8 +202,8 @@ def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) 
 
 # ---------------------------------------------------------------- what NCCL takes and gloo does not
 #
-# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; and it averages, which gloo
-# does since torch 2.15, and no integers.
+# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; and
+# it averages, which gloo does since torch 2.15, and no integers.
 
 AVERAGING = {  # the collective, and the argument that holds its result
     "all_reduce": "tensor",
@@ -270,7 +273,8 @@ def install() -> None:
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),
     )
-    # FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than today.
+    # FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than
+    # today.
     for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
         setattr(torch.cpu.Stream, name, always(None))
     if torch.__version__ < "2.7":

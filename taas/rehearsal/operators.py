@@ -1,8 +1,9 @@
 """Functions of torch that mean a GPU: those that make tensors, mixed precision, choices among kernels, compilation.
 
-Inside ``autocast("cuda")`` the CPU's autocast is on as well, with the same dtype: the CUDA flags are set as on a GPU
-(``torch.is_autocast_enabled()``, ``custom_fwd``), the CPU's do the work. With honest tensors ``GradScaler`` needs no
-help: it goes where the loss is. ``torch.compile`` runs eagerly: the same object shapes, no graph, no kernel.
+Inside ``autocast("cuda")`` the CPU's autocast is on as well, with the same dtype: the CUDA flags
+are set as on a GPU (``torch.is_autocast_enabled()``, ``custom_fwd``), the CPU's do the work. With
+honest tensors ``GradScaler`` needs no help: it goes where the loss is. ``torch.compile`` runs
+eagerly: the same object shapes, no graph, no kernel.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from taas.rehearsal.tensors import stays_itself
 
 Factory = Callable[..., torch.Tensor]
 
-# torch's own list of what obeys `with torch.device(…)`, and those that take a device without obeying it
+# torch's own list of what obeys `with torch.device(…)`, and those that take a device without
+# obeying it
 LIKE = (
     *(
         "zeros_like",
@@ -96,7 +98,8 @@ def _install_factories() -> None:
         factory = _on_the_cpu(original, name in DRAWS, name in SHARES)
         _standing_in[original], _originals[factory] = factory, original
         replace(module, name, factory)
-        # torch.jit.script finds operators by the identity of the function; a table that is not there yet will be built of ours
+        # torch.jit.script finds operators by the identity of the function; a table that is not
+        # there yet will be built of ours
         if table is not None and id(original) in table:
             torch.jit._builtins._register_builtin(factory, table[id(original)])
     for name in NEW:

@@ -60,8 +60,8 @@ def replace_everywhere(owner: Any, name: str, new: Any) -> None:
 def overridable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let arguments, and modes, with a ``__torch_function__`` of their own have a call first, as functions of torch do.
 
-    They are told what the program has called, which is what stands in torch's place: libraries keep tables by it
-    (``{torch.zeros_like: …}``), and torch's own function would tell them of itself.
+    They are told what the program has called, which is what stands in torch's place: libraries keep
+    tables by it (``{torch.zeros_like: …}``), and torch's own function would tell them of itself.
     """
 
     @functools.wraps(function)
@@ -95,7 +95,8 @@ def always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-# at import, so before the fork: looking through sys.modules in a fork copies the pages of all modules
+# at import, so before the fork: looking through sys.modules in a fork copies the pages of all
+# modules
 _DISTRIBUTED = [
     module for path, module in sys.modules.items() if path.startswith("torch.distributed")
 ]

@@ -1,7 +1,7 @@
 """What cannot be rehearsed says so by name, where it is called.
 
-Nothing here stops an import but cupy's, as if it were not installed: libraries that import these modules and never use
-them go on.
+Nothing here stops an import but cupy's, as if it were not installed: libraries that import these
+modules and never use them go on.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ _REFUSED = (  # a module, what it is called where that is another name, and its 
 
 def _message(name: str, reason: str) -> str:
     return (
-        f"{name} cannot be rehearsed: {reason}, and this run has CPU ranks in place of GPUs. "
-        "Run the cell where there are GPUs, or guard the call with `if x.is_cuda:`, which is False here."
+        f"{name} cannot be rehearsed: {reason}, and this run has CPU ranks in place of GPUs. Run"
+        " the cell where there are GPUs, or guard the call with `if x.is_cuda:`, which is False"
+        " here."
     )
 
 

@@ -1,10 +1,11 @@
 """Tensors, storages and modules stay where they are, on the CPU, when they are sent to a CUDA device.
 
-A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom kernels are not
-taken. What is sent to a device becomes a copy, but for what requires a gradient, and for parameters: a leaf must stay the leaf
-that an optimizer has, and what a GPU has already stays the same object there, frozen or not.
-``x.cpu()`` and ``x.to("cpu")`` copy, as they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model
-must not find the last one there.
+A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom
+kernels are not taken. What is sent to a device becomes a copy, but for what requires a gradient,
+and for parameters: a leaf must stay the leaf that an optimizer has, and what a GPU has already
+stays the same object there, frozen or not. ``x.cpu()`` and ``x.to("cpu")`` copy, as they do from a
+GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must not find the last one
+there.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> 
 
 
 _legacy: dict[Any, Any] = {}
-"""``torch.cuda.FloatTensor`` and the like, each with the CPU's: they make CPU tensors, and recognise none."""
+"""``torch.cuda.FloatTensor`` and the like, each with the CPU's: they make CPU tensors, and
+recognise none.
+"""
 
 
 class _CudaTensor:
@@ -158,8 +161,9 @@ def _deserialize(storage: Any, location: str) -> Any:
     index = torch.device(location).index
     if index is not None and index >= machine.device_count:
         raise RuntimeError(
-            f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
-            f"{machine.device_count}. Please use torch.load with map_location to map your storages to an existing device."
+            f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count()"
+            f" is {machine.device_count}. Please use torch.load with map_location to map your"
+            " storages to an existing device."
         )
     return storage
 
@@ -176,7 +180,8 @@ def install() -> None:
     """Replace what moves tensors, storages and modules, and what loads them."""
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
     replace_all(torch.Tensor, {name: overridable(new) for name, new in TENSOR.items()})
-    # torch's one table of these methods that is made before: what a parameter without a shape may be asked
+    # torch's one table of these methods that is made before: what a parameter without a shape may
+    # be asked
     tables: Any = nn.UninitializedParameter
     tables._allowed_methods += [torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu]
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)

@@ -1,13 +1,15 @@
 """The files in which a rank keeps what it prints and displays, and how they are read in order.
 
-A rank appends records to its event file and never waits for a reader (rank/outlet.py). Each record carries the sizes
-that the rank's C-level stdout and stderr files had when it was written, so that a reader can put both kinds of output
-into one order. A record is written with one write(2) to a file opened for appending: records of forked children
-do not mix, and a rank that is killed leaves whole ones.
+A rank appends records to its event file and never waits for a reader (rank/outlet.py). Each record
+carries the sizes that the rank's C-level stdout and stderr files had when it was written, so that a
+reader can put both kinds of output into one order. A record is written with one write(2) to a file
+opened for appending: records of forked children do not mix, and a rank that is killed leaves whole
+ones.
 
-A record is a header, ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file); the body, UTF-8
-text for streams (kinds 0 and 1), of bounded size, else MessagePack; and ``<I``, the bytes of all three, by which
-whoever wants the last lines goes back from the end of the file, record by record.
+A record is a header, ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file);
+the body, UTF-8 text for streams (kinds 0 and 1), of bounded size, else MessagePack; and ``<I``, the
+bytes of all three, by which whoever wants the last lines goes back from the end of the file, record
+by record.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ _AROUND = _HEADER.size + _LENGTH.size  # bytes of a record beside its body
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
-COLLECTED = (
-    "collected"  # beside these, at its end: values that the header asked for (capture/collected.py)
+COLLECTED = (  # beside these, at its end: values that the header asked for (capture/collected.py)
+    "collected"
 )
 LARGEST_DISPLAY = 48 << 20  # bytes; a larger one does not fit well into a notebook
 LARGEST_TEXT = 1 << 16  # bytes of a stream in one record
 _BLOCK = 1 << 18
 _LAST_BYTES = 1 << 13, 1 << 20
-"""Where the last lines of a rank are looked for: so far from the end of its files, or, before a large display, so far."""
+"""Where the last lines of a rank are looked for: so far from the end of its files, or, before a
+large display, so far.
+"""
 
 
 def pack_record(kind: int, body: bytes | bytearray, stdout: int, stderr: int) -> bytes:
@@ -50,8 +54,8 @@ class Output(NamedTuple):
     Attributes:
         kind: one of :data:`KINDS`, or ``note`` for what taas says of the run between two outputs.
         text: for the streams and notes.
-        body: for the others, the arguments of IPython's publisher, in MessagePack; for ``comm``, those of a widget's
-            message to the front end (:mod:`taas.notebook.comms`).
+        body: for the others, the arguments of IPython's publisher, in MessagePack; for ``comm``,
+            those of a widget's message to the front end (:mod:`taas.notebook.comms`).
     """
 
     rank: int
@@ -126,8 +130,8 @@ class RankEvents:
     def _read(self) -> None:
         """Read a block of the event file, and the raw files as far as its records had seen them.
 
-        The raw files' sizes are taken before the events are read: what a rank printed before it wrote to them
-        is then among the events already.
+        The raw files' sizes are taken before the events are read: what a rank printed before it
+        wrote to them is then among the events already.
         """
         sizes = self._raw[0].size(), self._raw[1].size()
         block, at, left = self._events.peek(_BLOCK), 0, _BLOCK
@@ -207,8 +211,8 @@ class RankEvents:
     def skip(self) -> bool:
         """Leave all but the last that was written; returns whether that was found.
 
-        It is not found where the file does not end with a whole record: a part of one is being written, or sent
-        from another host, or the rank was killed while it wrote.
+        It is not found where the file does not end with a whole record: a part of one is being
+        written, or sent from another host, or the rank was killed while it wrote.
         """
         whole = self._events.size()
         raw_sizes = [file.size() for file in self._raw]

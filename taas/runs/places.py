@@ -1,6 +1,7 @@
 """Folders of taas on this machine, which nobody else can enter, and whose the files there are.
 
-A process id is given to others later on, so what is kept of a process is the id and when it was born.
+A process id is given to others later on, so what is kept of a process is the id and when it was
+born.
 """
 
 from __future__ import annotations
@@ -67,13 +68,15 @@ def check_room(ranks: int, *, local: bool) -> None:
         lack = f"cannot be made: {error.strerror}"
     if lack:
         raise EngineError(
-            f"{shown_path(root)}, where runs keep record and output, {lack}: nothing was started. Make room there, or start "
-            "Jupyter with JUPYTER_RUNTIME_DIR set to a folder that has some."
+            f"{shown_path(root)}, where runs keep record and output, {lack}: nothing was started."
+            " Make room there, or start Jupyter with JUPYTER_RUNTIME_DIR set to a folder that has"
+            " some."
         )
     if local and (lack := _lack(_SHARED_MEMORY)):
         raise EngineError(
-            f"{_SHARED_MEMORY}, where ranks and DataLoader workers share memory, {lack}: nothing was started. Remove "
-            "what other programs left in it, or mount one with room (docker run --shm-size=8g)."
+            f"{_SHARED_MEMORY}, where ranks and DataLoader workers share memory, {lack}: nothing"
+            " was started. Remove what other programs left in it, or mount one with room (docker"
+            " run --shm-size=8g)."
         )
 
 
@@ -82,8 +85,8 @@ def no_room(error: BaseException) -> str:
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     return (
-        "there is no room, or no inode (df -i), for the run's files. Make room there, or start Jupyter with "
-        "JUPYTER_RUNTIME_DIR set to a folder that has some"
+        "there is no room, or no inode (df -i), for the run's files. Make room there, or start"
+        " Jupyter with JUPYTER_RUNTIME_DIR set to a folder that has some"
     )
 
 

@@ -1,7 +1,8 @@
 """Reading a run: all that is known of it lies in its folder (runs/records.py), and this is who reads it.
 
-The launching cell, ``attach``, ``logs`` and the command line are this reader, with another screen each. It needs no
-supervisor, holds nothing up, and what it has not read yet waits in the files. And what a run's end raises in its cell.
+The launching cell, ``attach``, ``logs`` and the command line are this reader, with another screen
+each. It needs no supervisor, holds nothing up, and what it has not read yet waits in the files. And
+what a run's end raises in its cell.
 """
 
 from __future__ import annotations
@@ -150,7 +151,10 @@ def cell_failed(record: RunRecord) -> CellFailed:
 
     def told(fact: str) -> str:
         fact = fact.removesuffix(".")
-        return f"{clue}rank {first.rank}{named('on', record.vm)} {fact}.{others} {fate}; {record.names}."
+        return (
+            f"{clue}rank {first.rank}{named('on', record.vm)} {fact}.{others} {fate};"
+            f" {record.names}."
+        )
 
     error = CellFailed(told(fact))
     shown = _COLOURS.sub("", "\n".join(first.traceback)).rstrip()

@@ -12,9 +12,9 @@
         answer          rank 0's names, and
         loaders         the generators of registered loaders: kept of a background run, for `%taas attach`
 
-Each file has one writer: the supervisor of a run its record, a rank its output, which from another host is mirrored
-here. Everybody else reads (runs/reader.py): the launching cell, ``status``, ``history``, ``logs`` and ``attach``
-need no supervisor to answer. Old runs make room for new ones.
+Each file has one writer: the supervisor of a run its record, a rank its output, which from another
+host is mirrored here. Everybody else reads (runs/reader.py): the launching cell, ``status``,
+``history``, ``logs`` and ``attach`` need no supervisor to answer. Old runs make room for new ones.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Verdict(msgspec.Struct, kw_only=True):
         vm: where that was; empty where the run has this machine alone.
         others: how many ranks failed after it, of something else than waiting for it.
         waited: how many ranks stood in a collective that could not end without it.
-        message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``: from where, if
-            that was not its own cell, and what failed while the cell was finishing.
+        message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``:
+            from where, if that was not its own cell, and what failed while the cell was finishing.
         names: what became of rank 0's names, if it is not done.
         error: for ``lost``: the class of :mod:`taas.errors` to raise.
     """
@@ -80,11 +80,12 @@ class RunRecord(Verdict, kw_only=True):
         project: the notebook's folder.
         notebook: its path; empty where its front end does not say it.
         device: on what it runs, in words.
-        gpus: the GPUs of this machine that it has: which ones they are (:class:`taas.wire.clients.Gpu`).
-        state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
-            ``finally`` run), ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
-            stand while it is ``finishing``.
+        gpus: the GPUs of this machine that it has: which ones they are
+            (:class:`taas.wire.clients.Gpu`).
+        state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own
+            ``except`` and ``finally`` run), ``ending`` or ``over``.
+        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM;
+            where its ranks stand while it is ``finishing``.
         submitted, ended: seconds since the epoch, 0 before.
         losses: what was lost before each new start, a line for the user each.
         notices: lines for the user.
@@ -211,7 +212,8 @@ def write_record(record: RunRecord) -> None:
 def read_record(folder: Path) -> RunRecord | None:
     """Read a run's record; None if there is none that can be read.
 
-    A run that nobody looks after any more was lost with its supervisor, which could not write that down.
+    A run that nobody looks after any more was lost with its supervisor, which could not write that
+    down.
     """
     path = folder / _RECORD
     try:
@@ -232,8 +234,8 @@ def read_record(folder: Path) -> RunRecord | None:
         record.message = f"the {gone}, and all ranks with it"
         if record.supervisor.elsewhere:
             record.message = (
-                f"its supervisor is, or was, on {record.supervisor.host}, and cannot be seen from this machine: "
-                "look there whether it goes on"
+                f"its supervisor is, or was, on {record.supervisor.host}, and cannot be seen from"
+                " this machine: look there whether it goes on"
             )
         record.questions = ()
     return record
@@ -265,8 +267,8 @@ def of_notebook(
 ) -> list[RunRecord]:
     """Return the runs of a notebook with this kernel and this path, those of its earlier kernels, too.
 
-    Where front ends do not say their notebooks' paths, and its kernel has none, those of its project that may be its
-    own, since their kernels are gone.
+    Where front ends do not say their notebooks' paths, and its kernel has none, those of its
+    project that may be its own, since their kernels are gone.
     """
     mine, perhaps = list[RunRecord](), list[RunRecord]()
     for record in records:
@@ -288,7 +290,8 @@ def find_run(
 ) -> RunRecord:
     """Find the run that a person means: this notebook's ``own`` before others', of these one that goes on, of these the newest.
 
-    ``name`` is as typed: the run's name, or its name and id; None: any. ``live``: only one that goes on will do.
+    ``name`` is as typed: the run's name, or its name and id; None: any. ``live``: only one that
+    goes on will do.
 
     Raises:
         HeaderError: there is none, or it is over.
@@ -362,7 +365,7 @@ def open_kept(record: RunRecord, name: str) -> int:
         return fd
     os.close(fd)
     raise DamagedAnswer(
-        f"what {record.name} left cannot be read: {path} was cut off, {nbytes:,} of {wanted:,} bytes are there. A full or "
-        "failing disk does that. Nothing in the notebook was changed by it: bring the file back from a copy, or run the "
-        "cell again."
+        f"what {record.name} left cannot be read: {path} was cut off, {nbytes:,} of {wanted:,}"
+        " bytes are there. A full or failing disk does that. Nothing in the notebook was changed"
+        " by it: bring the file back from a copy, or run the cell again."
     )

@@ -1,10 +1,11 @@
 """Where ranks stand: each says it when it is asked, and those that stand at the same place are folded, the odd one named.
 
-A rank says it also while C code holds the GIL, and when a fatal signal ends it: faulthandler's signal handler writes all
-threads' frames without running any Python
+A rank says it also while C code holds the GIL, and when a fatal signal ends it: faulthandler's
+signal handler writes all threads' frames without running any Python
 (https://docs.python.org/3/library/faulthandler.html#faulthandler.register). The file begins with a line of JSON,
-the :class:`Preface`; each dump is appended. System calls go on after the signal but for those that the system
-never restarts (signal(7)): Python sees to that itself, C code's own ``sleep()`` returns early.
+the :class:`Preface`; each dump is appended. System calls go on after the signal but for those that
+the system never restarts (signal(7)): Python sees to that itself, C code's own ``sleep()`` returns
+early.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def fold(
 ) -> tuple[StackGroup, ...]:
     """Put together the ranks that stand at the same place, and those that have ended the cell, in the order of their numbers.
 
-    Where there are several places, all but the one with the most ranks are odd; if two have as many, the one whose ranks
-    wait in a collective counts as the rest.
+    Where there are several places, all but the one with the most ranks are odd; if two have as
+    many, the one whose ranks wait in a collective counts as the rest.
     """
     seen = list(seen)
     differ = len({rank.collective for rank in seen if rank.collective}) > 1

@@ -1,8 +1,9 @@
 """Where the project begins and ends, and what a rank is told that meets its wall.
 
-The rule holds for the project's directory tree as the kernel sees it: links are resolved. Beneath the project stay writable: the
-run's ``--shared`` directories, what the rank itself needs (its scratch, its output files), and places that are nobody's project
-files even when the project is a home directory or ``/``: caches, temporary and device directories.
+The rule holds for the project's directory tree as the kernel sees it: links are resolved. Beneath
+the project stay writable: the run's ``--shared`` directories, what the rank itself needs (its
+scratch, its output files), and places that are nobody's project files even when the project is a
+home directory or ``/``: caches, temporary and device directories.
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
@@ -110,22 +111,24 @@ def _nobodys(root: str) -> list[str]:
     caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
     caches += [f"{home}/{name}" for name in HOME_CACHES]
     for cache in caches:
-        # Made now: later the wall keeps C code from it. Python's writers would be diverted, and what they wrote, such as a
-        # module that Triton compiles, would not be where C code looks for it.
+        # Made now: later the wall keeps C code from it. Python's writers would be diverted, and
+        # what they wrote, such as a module that Triton compiles, would not be where C code looks
+        # for it.
         if resolve_beneath(os.path.realpath(cache), root) is not None:
             with contextlib.suppress(OSError):
                 Path(cache).mkdir(mode=0o700, parents=True, exist_ok=True)
     return [*_SYSTEM, *caches]
 
 
-# ---------------------------------------------------------------- directories where every rank may write
+# ----------------------------------------------------------- directories where every rank may write
 
 
 def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
     """Return those that are yet to be made.
 
     Raises:
-        HeaderError: one is a file, is missing outside the project, or would open all of the project to every rank.
+        HeaderError: one is a file, is missing outside the project, or would open all of the project
+            to every rank.
     """
     root, missing = project.resolve(), []
     for path in shared:
@@ -149,8 +152,8 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
             raise HeaderError(refusal(f"{fact}: {why}", "type --shared checkpoints")) from None
         if not may_be_made:
             allowed = (
-                "a directory inside the project, there or not, or one elsewhere that is there, and neither the project "
-                "nor what holds it"
+                "a directory inside the project, there or not, or one elsewhere that is there, and"
+                " neither the project nor what holds it"
             )
             raise HeaderError(refusal(fact, "type --shared checkpoints", allowed))
         missing.append(place)
@@ -175,9 +178,12 @@ def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
 # ---------------------------------------------------------------- what a rank is told
 
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
-# What the wall makes libraries in C and programs say: glibc, HDF5, Rust, SQLite. Landlock's errno has many causes, so its
-# words must end the line.
-_READ_ONLY = r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database file"
+# What the wall makes libraries in C and programs say: glibc, HDF5, Rust, SQLite. Landlock's errno
+# has many causes, so its words must end the line.
+_READ_ONLY = (
+    r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database"
+    r" file"
+)
 WALL_SAID = re.compile(_READ_ONLY, re.IGNORECASE)
 LANDLOCK_SAID = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
@@ -206,17 +212,19 @@ class Denial:
         outside = "write outside the project, or give the directory as --shared"
         step = outside if self.mode == "discard" else "or take --rank-writes discard or --shared"
         return (
-            f"rank {self.rank} may not write {path}{why and f' ({why})'}: only rank 0 writes the project "
-            f"{self.boundary.project} (--rank-writes {self.mode}). Write it in rank 0 only, {step}."
+            f"rank {self.rank} may not write {path}{why and f' ({why})'}: only rank 0 writes the"
+            f" project {self.boundary.project} (--rank-writes {self.mode}). Write it in rank 0"
+            f" only, {step}."
         )
 
     def text_of_own(self, path: str, said: str) -> str:
         """Say why C code or a program did not find what this rank wrote at ``path``."""
         return (
-            f'"{said}", said C code or a program in rank {self.rank}: what ranks other than 0 write at {path} they '
-            "keep to themselves, and only Python's own functions find it there; only rank 0 writes the project "
-            f"{self.boundary.project} (--rank-writes {self.mode}). Write and read it in rank 0 only, outside the project, "
-            "or give the directory as --shared."
+            f'"{said}", said C code or a program in rank {self.rank}: what ranks other than 0 write'
+            f" at {path} they keep to themselves, and only Python's own functions find it there;"
+            f" only rank 0 writes the project {self.boundary.project} (--rank-writes {self.mode})."
+            " Write and read it in rank 0 only, outside the project, or give the directory as"
+            " --shared."
         )
 
     def explain(self, error: BaseException) -> str | None:
@@ -241,7 +249,8 @@ class Denial:
                         c if isinstance(c, str) else c.decode(errors="replace") for c in captured
                     )
                 )
-            # An OSError of a kind that has other causes has named its path above, if it is the project's.
+            # An OSError of a kind that has other causes has named its path above, if it is the
+            # project's.
             if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
                 return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
@@ -253,9 +262,9 @@ class Denial:
         for line in output.splitlines() if self.said.search(output) else ():
             if self.said.search(line) and self._may_be_of_project(line):
                 return (
-                    f'"{shown(line.strip(), 200)}", said a program that ranks other than 0 started: only '
-                    f"rank 0 writes the project {self.boundary.project}. Start it in rank 0 only, let it write outside "
-                    "the project, or give the directory as --shared."
+                    f'"{shown(line.strip(), 200)}", said a program that ranks other than 0 started:'
+                    f" only rank 0 writes the project {self.boundary.project}. Start it in rank 0"
+                    " only, let it write outside the project, or give the directory as --shared."
                 )
         return None
 

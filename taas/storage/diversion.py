@@ -1,11 +1,13 @@
 """What the calls of Python's ``os`` mean in a rank whose writes are diverted, and how that gets in their place.
 
-Writes to the project go to the rank's scratch (``table``), with the checks and errors the file system would have given, and
-reading calls see them there; under ``--rank-writes deny`` a write is ``StorageDenied``. Metadata of a live file are changed in
-words only: copying a data set to note its new mode would help nobody.
+Writes to the project go to the rank's scratch (``table``), with the checks and errors the file
+system would have given, and reading calls see them there; under ``--rank-writes deny`` a write is
+``StorageDenied``. Metadata of a live file are changed in words only: copying a data set to note its
+new mode would help nobody.
 
-``os`` and ``open`` are replaced where they are defined, and in every module that took them by name before; ``posix`` and ``_io``
-keep the real ones. What is not here (links, devices, paths relative to a descriptor) is no hole: it meets the wall.
+``os`` and ``open`` are replaced where they are defined, and in every module that took them by name
+before; ``posix`` and ``_io`` keep the real ones. What is not here (links, devices, paths relative
+to a descriptor) is no hole: it meets the wall.
 """
 
 # Methods have no docstrings: each means what the function of os means whose name it bears.
@@ -46,8 +48,8 @@ def _in_place_of(
 ) -> Callable[[_Call], _Call]:
     """Make of a method that is given a place the call it stands for; what is outside the project goes to the real call.
 
-    ``follow``: whether it follows a link in the last component, if nobody says; ``reads``: the live project is the view until
-    something was diverted.
+    ``follow``: whether it follows a link in the last component, if nobody says; ``reads``: the live
+    project is the view until something was diverted.
     """
 
     def decorate(method: _Call) -> _Call:
@@ -123,7 +125,7 @@ class Diversion:
             )
         self.table.drop(place)
 
-    # looking ---------------------------------------------------------------------------------------
+    # looking --------------------------------------------------------------------------------------
 
     stat = _reading(posix.stat)
     lstat = _reading(posix.lstat, follow=False)
@@ -162,7 +164,7 @@ class Diversion:
         names = self.table.names(place)
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
-    # opening ---------------------------------------------------------------------------------------
+    # opening --------------------------------------------------------------------------------------
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         writes = bool(flags & _WRITES)
@@ -212,7 +214,7 @@ class Diversion:
         place = self.place(path) if self.table.touched else None
         return os.fsdecode(path) if place is None else self._there(place, path).path
 
-    # making, removing, moving ------------------------------------------------------------------------
+    # making, removing, moving ---------------------------------------------------------------------
 
     chmod = _noting(posix.chmod)
     chown = _noting(posix.chown)
@@ -328,8 +330,8 @@ _REAL = {"posix", "_io", "os", "io", "builtins"}
 
 _surveyed: set[str] = set()
 _bound: list[tuple[Callable[[Any], None], str]] = []
-"""Where modules hold a real function: what puts another there, and its name. Known before the fork: a rank that looked through
-all modules again would touch, and so copy, the pages of each of them."""
+"""Where modules hold a real function: what puts another there, and its name. Known before the fork:
+a rank that looked through all modules again would touch, and so copy, the pages of each of them."""
 
 
 def survey() -> None:

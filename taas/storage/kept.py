@@ -5,15 +5,17 @@ Each start of a run has a folder of its own for it, within the run's::
     writes/since          when the start began, by the clock of the project's file system; until it is sorted
     writes/rank<k>/tree/  the files of a rank (storage/table.py)
 
-At the end ``sort`` puts what belongs to rank 0's saves beside these (``saves``), and removes what rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since
-then (by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays;
-what rank 0 has here found no place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes
-with the run's folder (runs/records.py).
+At the end ``sort`` puts what belongs to rank 0's saves beside these (``saves``), and removes what
+rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since then
+(by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and
+in doubt a file stays; what rank 0 has here found no place in the project (project_sync/applier.py),
+and stays as well. ``recover`` copies it; it goes with the run's folder (runs/records.py).
 
-A checkpoint with a file of each rank is made whole before: ``torch.distributed.checkpoint`` has every rank write its part; when
-all have, rank 0 writes the list of them (``finish``). Ranks of this VM have written theirs to their scratch, from where rank 0,
-which writes the project, takes them: the checkpoint is whole, and loads in the same cell. What ranks of other VMs wrote is out
-of its reach.
+A checkpoint with a file of each rank is made whole before: ``torch.distributed.checkpoint`` has
+every rank write its part; when all have, rank 0 writes the list of them (``finish``). Ranks of this
+VM have written theirs to their scratch, from where rank 0, which writes the project, takes them:
+the checkpoint is whole, and loads in the same cell. What ranks of other VMs wrote is out of its
+reach.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def make_writes(folder: Path, project: str) -> int:
 def kept_versions(folders: Iterable[Path], project: str) -> Versions:
     """Find what only ranks other than 0 wrote, and what rank 0 wrote elsewhere while its user changed it here.
 
-    ``folders`` are of the starts of a run, the first one's first; of two versions of one rank the later start's counts.
+    ``folders`` are of the starts of a run, the first one's first; of two versions of one rank the
+    later start's counts.
     """
     found: Versions = {}
     for folder in folders:
@@ -94,7 +97,8 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
                 (folder / _SINCE).unlink(missing_ok=True)
     except OSError as error:
         return [
-            f"rank writes could not be sorted ({error}): take what you need from {shown_path(folders[0])}"
+            f"rank writes could not be sorted ({error}): take what you need from"
+            f" {shown_path(folders[0])}"
         ]
     return said
 
@@ -102,7 +106,8 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
 def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
     """Put into the project what only other ranks wrote into saves of rank 0; returns the lowest rank that wrote it, by path.
 
-    Where ranks wrote different versions of a path, nobody knows which is the save's: these are kept.
+    Where ranks wrote different versions of a path, nobody knows which is the save's: these are
+    kept.
     """
     put: dict[str, int] = {}
     begun = {folder: _begun(folder) for folder in folders}
@@ -124,18 +129,21 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
 def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
     """Copy what was kept into the run's project; returns the paths written there.
 
-    Where several ranks kept different versions of one path, the lowest rank's gets the path and the others stand beside
-    it as ``<path>.rank<k>``. What the project has already is left out, so it can be called again.
+    Where several ranks kept different versions of one path, the lowest rank's gets the path and the
+    others stand beside it as ``<path>.rank<k>``. What the project has already is left out, so it
+    can be called again.
 
     Raises:
-        HeaderError: the project is gone, a path exists in it and ``overwrite`` is False, and nothing was written; or a
-            file cannot be written: the disk is full, a folder is in its place.
+        HeaderError: the project is gone, a path exists in it and ``overwrite`` is False, and
+            nothing was written; or a file cannot be written: the disk is full, a folder is in its
+            place.
     """
     root = Path(project)
     if not root.is_dir():
         [source, *_] = next(iter(versions.values())).values()
         raise HeaderError(
-            f"%taas recover {run}: its project {project} is not there any more; what was kept lies in {source.parent}"
+            f"%taas recover {run}: its project {project} is not there any more; what was kept lies"
+            f" in {source.parent}"
         )
     lacking = {
         root / path: source
@@ -153,8 +161,8 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
             _put(source, target)
         except OSError as error:
             raise HeaderError(
-                f"%taas recover {run}: {shown_path(target)} cannot be written ({error.strerror}): see to that, and type "
-                "it again"
+                f"%taas recover {run}: {shown_path(target)} cannot be written ({error.strerror}):"
+                " see to that, and type it again"
             ) from error
     return [*lacking]
 
@@ -206,16 +214,16 @@ def _written(folder: Path) -> list[tuple[int, str, Path]]:
 def _told_of_saves(put: dict[str, int]) -> Iterator[str]:
     if put:
         yield (
-            f"put into the project: {_some(list(put))} ({counted(len(put), 'file')}) from {ranks_in_words({*put.values()})}, "
-            "beside what rank 0 saved there"
+            f"put into the project: {_some(list(put))} ({counted(len(put), 'file')}) from"
+            f" {ranks_in_words({*put.values()})}, beside what rank 0 saved there"
         )
 
 
 def _told(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str]:
     if aside := {path: ranks for path, ranks in kept.items() if 0 in ranks}:
         yield (
-            f"kept: {_described(aside)} as the run wrote it: changed here meanwhile, so yours is as you left it, and "
-            f"%taas recover {run} --overwrite puts the run's in its place"
+            f"kept: {_described(aside)} as the run wrote it: changed here meanwhile, so yours is as"
+            f" you left it, and %taas recover {run} --overwrite puts the run's in its place"
         )
     if others := {path: ranks for path, ranks in kept.items() if 0 not in ranks}:
         folder = os.path.commonpath([Path(path).parent for path in others])
@@ -224,8 +232,9 @@ def _told(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str
             f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
         )
         yield (
-            f"kept: {_described(others)} from {ranks_in_words({rank for ranks in others.values() for rank in ranks})}, "
-            f"which rank 0 did not write: %taas recover {run} brings them into the project{share}"
+            f"kept: {_described(others)} from"
+            f" {ranks_in_words({rank for ranks in others.values() for rank in ranks})}, which rank"
+            f" 0 did not write: %taas recover {run} brings them into the project{share}"
         )
 
 
@@ -245,7 +254,8 @@ def _some(names: Sequence[str]) -> str:
 def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
     """Let this process, rank 0, complete checkpoints that ranks write together.
 
-    ``run_scratch`` returns where the ranks of this VM have their scratch folders in the run that goes on.
+    ``run_scratch`` returns where the ranks of this VM have their scratch folders in the run that
+    goes on.
     """
     root = os.path.realpath(project)
 
@@ -281,7 +291,8 @@ def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -
     if lacking:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         print(  # noqa: T201  the cell shows it
-            f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more} until the end of the run: only rank 0 writes the "
-            "project, and it reaches no rank of another VM before. To load it in this cell, give the directory to all ranks: "
-            f"--shared {shown(place)}"
+            f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more} until the end of"
+            " the run: only rank 0 writes the project, and it reaches no rank of another VM"
+            " before. To load it in this cell, give the directory to all ranks: --shared"
+            f" {shown(place)}"
         )

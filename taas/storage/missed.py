@@ -1,8 +1,9 @@
 """Errors of C code and of programs that do not find what this rank wrote: they see the project as rank 0 has left it.
 
-What a rank other than 0 writes with Python's own functions goes to its scratch, and only these find it there. A library in C
-that writes into a folder which this rank has made finds no such folder (ENOENT) where it would else meet the wall (EROFS);
-one that reads a file of this rank finds no such file. Both get one explanation.
+What a rank other than 0 writes with Python's own functions goes to its scratch, and only these find
+it there. A library in C that writes into a folder which this rank has made finds no such folder
+(ENOENT) where it would else meet the wall (EROFS); one that reads a file of this rank finds no such
+file. Both get one explanation.
 """
 
 # Plain strings: as in the table.

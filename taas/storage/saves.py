@@ -1,11 +1,14 @@
 """What belongs to a save of rank 0: what only other ranks wrote into a directory that rank 0 made, or wrote, during the run.
 
-Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, each other rank its ``rng_state_1.pth`` beside it.
-Those lie in the ranks' scratches (``diversion``). At the end of the run they are put beside rank 0's (``kept.sort``). Until then
-rank 0 finds them there: a call that looks for a path which the project lacks gets the other rank's file. Only files are found so: a
-directory that the project lacks has to be made before anything is written there. What rank 0 moves or removes goes with it.
+Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, each other rank
+its ``rng_state_1.pth`` beside it. Those lie in the ranks' scratches (``diversion``). At the end of
+the run they are put beside rank 0's (``kept.sort``). Until then rank 0 finds them there: a call
+that looks for a path which the project lacks gets the other rank's file. Only files are found so: a
+directory that the project lacks has to be made before anything is written there. What rank 0 moves
+or removes goes with it.
 
-The project's own folder is no save: the notebook lies there, and what else people change while a run goes on.
+The project's own folder is no save: the notebook lies there, and what else people change while a
+run goes on.
 """
 
 # Calls of posix, not of os: rank 0's own are replaced by these.

@@ -1,9 +1,10 @@
 """What one rank sees of the project: ``{place: this rank's own file}`` first, then the live project.
 
-Its own file or folder in the place of <project>/a/b is <scratch>/tree/a/b, where its forked workers have it, too; what it
-removed is known to itself alone. Nothing is cached about the project: what rank 0 saves is seen at once. Of two versions of a
-file the newer one is seen (the project's file system may be another machine's, with another clock: what that differs is known),
-unless somebody is writing rank 0's at this moment: then this rank's own complete one is.
+Its own file or folder in the place of <project>/a/b is <scratch>/tree/a/b, where its forked workers
+have it, too; what it removed is known to itself alone. Nothing is cached about the project: what
+rank 0 saves is seen at once. Of two versions of a file the newer one is seen (the project's file
+system may be another machine's, with another clock: what that differs is known), unless somebody is
+writing rank 0's at this moment: then this rank's own complete one is.
 
 Functions of ``os`` are the diverted ones by then: they are called for paths in the scratch only.
 """
@@ -28,7 +29,9 @@ from taas.storage.boundary import NEVER, Boundary, changed_since, clock_of, join
 TREE = "tree"
 _MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
 _SKEW = 10**8
-"""Nanoseconds by which the clocks of two file systems of one machine do not differ: theirs tick, some more often."""
+"""Nanoseconds by which the clocks of two file systems of one machine do not differ: theirs tick,
+some more often.
+"""
 
 
 class Seen(NamedTuple):
@@ -62,9 +65,11 @@ class Table:
         self._scratch = os.path.realpath(scratch)
         self._tree = f"{self._scratch}/{TREE}"
         self._gone: dict[str, int] = {}
-        """When it removed what was at a place, and all beneath it, by the clock of its scratch (ns)."""
+        """When it removed what was at a place, and all beneath it, by the clock of its scratch
+        (ns).
+        """
 
-    # what is seen ----------------------------------------------------------------------------------
+    # what is seen ---------------------------------------------------------------------------------
 
     @property
     def touched(self) -> bool:
@@ -151,7 +156,7 @@ class Table:
         inside = resolve_beneath(path, self._tree)
         return path if inside is None else self.live(inside)
 
-    # changing the view -----------------------------------------------------------------------------
+    # changing the view ----------------------------------------------------------------------------
 
     def claim(self, place: str) -> str:
         """Make the directories above a place in this rank's tree, if the view has them, and return its own path."""

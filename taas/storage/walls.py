@@ -1,15 +1,18 @@
 """The walls, the strongest first.
 
-* A private mount namespace in which the project is mounted read-only. Holds for every call of every program the rank starts
-  (EROFS), with live reads, and is undone by nothing the rank can do: what would undo it (mounting, entering another
-  process's namespace through /proc, opening by file handle, making a device) needs capabilities that are given up, and the
-  block devices that are there are closed. As an ordinary user a user namespace supplies the right to mount, and all its
+* A private mount namespace in which the project is mounted read-only. Holds for every call of every
+  program the rank starts (EROFS), with live reads, and is undone by nothing the rank can do: what
+  would undo it (mounting, entering another process's namespace through /proc, opening by file
+  handle, making a device) needs capabilities that are given up, and the block devices that are
+  there are closed. As an ordinary user a user namespace supplies the right to mount, and all its
   capabilities are given up afterwards.
 * Landlock, where namespaces are refused.
-* None, where the kernel offers nothing: what is diverted of Python's own calls guards against accidents, and the cell says so.
+* None, where the kernel offers nothing: what is diverted of Python's own calls guards against
+  accidents, and the cell says so.
 
-Each function raises one wall around this single-threaded process, and all that it will start, and returns how, for people.
-``verdicts`` tries them, each in a process of its own (``python -m taas.storage.walls MECHANISM PROJECT``).
+Each function raises one wall around this single-threaded process, and all that it will start, and
+returns how, for people. ``verdicts`` tries them, each in a process of its own
+(``python -m taas.storage.walls MECHANISM PROJECT``).
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
@@ -35,21 +38,30 @@ NO_WALL = "diversion"
 """What stands in the place of a mechanism where there is none."""
 LIMITS = {
     "landlock": (
-        "mode, owner, times and extended attributes of project files can be changed by programs other than Python",
+        (
+            "mode, owner, times and extended attributes of project files can be changed by programs"
+            " other than Python"
+        ),
         "nothing can be made, renamed or removed directly in the project's parent directories",
         "as root: the disk itself can be written, by its block device in /dev",
-        "as an ordinary user: sudo and other set-user-ID programs do not work in ranks other than 0",
+        (
+            "as an ordinary user: sudo and other set-user-ID programs do not work in ranks other"
+            " than 0"
+        ),
     ),
     NO_WALL: (
-        "only what Python's own functions write is held back: C and C++ libraries (h5py, SQLite, safetensors, "
-        "torch.jit.save), shells and other programs can write the project, and so do Python's calls with dir_fd= and "
-        "those that make links",
+        (
+            "only what Python's own functions write is held back: C and C++ libraries (h5py,"
+            " SQLite, safetensors, torch.jit.save), shells and other programs can write the"
+            " project, and so do Python's calls with dir_fd= and those that make links"
+        ),
     ),
 }
 
 # ---------------------------------------------------------------- the mount namespace
 
-# What root keeps is what root has in an ordinary container, less these; each could write past the mount.
+# What root keeps is what root has in an ordinary container, less these; each could write past the
+# mount.
 _WAYS_ROUND = (
     _linux.CAP_SYS_ADMIN,  # mount, umount, setns
     _linux.CAP_SYS_PTRACE,  # /proc/<pid>/root and memory of processes outside
@@ -68,7 +80,8 @@ def _raise_mount(boundary: Boundary) -> str:
     with _linux.own_mounts(_WAYS_ROUND) as as_root, _linux.still_seen(boundary.open):
         _linux.mount(project, project, _linux.MS_BIND | _linux.MS_REC)
         if project == "/":
-            # Absolute paths begin at this process's root, below what was mounted on it; ".." of the root lies above.
+            # Absolute paths begin at this process's root, below what was mounted on it; ".." of the
+            # root lies above.
             os.chdir("/..")
             os.chroot(".")
         try:
@@ -105,9 +118,9 @@ def _writable_disks() -> list[str]:
 
 # ---------------------------------------------------------------- Landlock
 #
-# Landlock only grants. To deny one folder, everything else is granted: each entry of each of the project's
-# parent directories. Hence its limits: entries that appear directly in a parent later cannot be written, and
-# Landlock knows no rights for metadata. Source: landlock(7).
+# Landlock only grants. To deny one folder, everything else is granted: each entry of each of the
+# project's parent directories. Hence its limits: entries that appear directly in a parent later
+# cannot be written, and Landlock knows no rights for metadata. Source: landlock(7).
 
 _NUMBERS = {"create_ruleset": 444, "add_rule": 445, "restrict_self": 446}
 _VERSION, _PATH_BENEATH = 1, 1

@@ -1,8 +1,8 @@
 """Where supervisors are, and the two ends of the way there: a folder of sockets each, and a file in Jupyter's runtime folder.
 
-The file, 0600, holds a CURVE key pair that the supervisor lets in as a client: who can read the file may stop the runs,
-nobody else gets a word in. Kernels' connection files work the same way. A supervisor removes both at its end; what one has
-left that was killed, the next one removes.
+The file, 0600, holds a CURVE key pair that the supervisor lets in as a client: who can read the
+file may stop the runs, nobody else gets a word in. Kernels' connection files work the same way. A
+supervisor removes both at its end; what one has left that was killed, the next one removes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _read_connection = MessageReader(Connection, msgspec.json)
 def write_connection(connection: Connection) -> Path:
     """Write a supervisor's connection file, in place of those of dead ones."""
     all_connections()
-    name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"  # another machine may have this id, too
+    # another machine may have this id, too
+    name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"
     path = runtime_folder("supervisors") / name
     write_private(path, msgspec.json.encode(connection))
     return path
@@ -84,9 +85,9 @@ def remove_folders_left(beside: Path) -> None:
 def _remove_if_left(folder: Path) -> None:
     """Remove a folder if it is this user's, a supervisor's, and nobody holds it.
 
-    TMPDIR is open to everybody: what stands at this path may be, or be swapped for, a link, a FIFO, or another user's
-    folder with anything in it. Hence it is opened as a directory, without following and without waiting, and what is
-    asked is the open folder and not the path.
+    TMPDIR is open to everybody: what stands at this path may be, or be swapped for, a link, a FIFO,
+    or another user's folder with anything in it. Hence it is opened as a directory, without
+    following and without waiting, and what is asked is the open folder and not the path.
 
     Raises:
         OSError: it is none of these.
@@ -111,8 +112,9 @@ def connection_of(record: RunRecord) -> Connection:
         if connection.supervisor == record.supervisor:
             return connection
     raise EngineError(
-        f"the supervisor of run {record.name} (process {record.supervisor.pid}) cannot be found: it has just ended, or "
-        "was started with another JUPYTER_RUNTIME_DIR. `%taas status` shows what goes on."
+        f"the supervisor of run {record.name} (process {record.supervisor.pid}) cannot be found: it"
+        " has just ended, or was started with another JUPYTER_RUNTIME_DIR. `%taas status` shows"
+        " what goes on."
     )
 
 
@@ -141,8 +143,9 @@ class Visit(Wire):
         path = connection.endpoint.removeprefix("ipc://")
         if not os.path.exists(path):  # noqa: PTH110  also where the folder may not be entered
             raise EngineError(
-                f"the supervisor (process {connection.supervisor.pid}) listens at {path}, which is not there for this "
-                "process: it sees another /tmp (systemd's PrivateTmp, a container). Use a terminal of Jupyter's own."
+                f"the supervisor (process {connection.supervisor.pid}) listens at {path}, which is"
+                " not there for this process: it sees another /tmp (systemd's PrivateTmp, a"
+                " container). Use a terminal of Jupyter's own."
             )
         super().__init__(connection, connection.public_key, connection.secret_key)
 
@@ -162,7 +165,8 @@ class Visit(Wire):
                 if isinstance(answer, kind):
                     return answer
         raise EngineError(
-            f"the supervisor did not answer within {deadlines.SUPERVISOR_ANSWERS:.0f} s. `taas doctor` looks for the cause."
+            f"the supervisor did not answer within {deadlines.SUPERVISOR_ANSWERS:.0f} s. `taas"
+            " doctor` looks for the cause."
         )
 
 

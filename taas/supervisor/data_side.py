@@ -1,7 +1,8 @@
 """The data side of a run: its coordinator, planner and data workers, from before the ranks until after them.
 
-The coordinator is a child of the supervisor; the planner is started by an agent of this machine, and worker pools by the agents
-of the data VMs. One that is lost is replaced; until another one is there, the run goes on with those that are left.
+The coordinator is a child of the supervisor; the planner is started by an agent of this machine,
+and worker pools by the agents of the data VMs. One that is lost is replaced; until another one is
+there, the run goes on with those that are left.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ from taas.wire.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
 from taas.wire.clients import Submit
 
 _END_SECONDS = 5.0
-"""So long agents have to end data processes, before they are taken for stuck; who sends what they printed is not."""
+"""So long agents have to end data processes, before they are taken for stuck; who sends what they
+printed is not.
+"""
 
 
 class Phase(IntEnum):
@@ -63,8 +66,8 @@ class Phase(IntEnum):
 class DataSide:
     """What the supervisor has of a delivery. ``step`` is to be called when ``fileno`` is readable.
 
-    Data processes print to ``log``. ``places`` is where each loader goes on if the run is started again: as an earlier start
-    left it, until this one ends.
+    Data processes print to ``log``. ``places`` is where each loader goes on if the run is started
+    again: as an earlier start left it, until this one ends.
     """
 
     def __init__(
@@ -186,7 +189,8 @@ class DataSide:
                 self.notes.append(report.text)
             case HostLost():
                 self.notes.append(
-                    f"{self.vms.name(report.vm)} was lost ({report.cause}); what it had not delivered was made elsewhere"
+                    f"{self.vms.name(report.vm)} was lost ({report.cause}); what it had not"
+                    " delivered was made elsewhere"
                 )
                 self._end_job(report.vm)  # where its agent is there, and starts another worker pool
             case ProgressReport():

@@ -40,8 +40,8 @@ _IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "pr
 class Fleet:
     """The VMs of all engines that were asked for; an engine is started when it is first asked for.
 
-    ``started`` is called when there are new VMs, or a new engine, ``strike`` with each VM that is about to end, ``ended``
-    when the agents of those that were given back or lost are gone.
+    ``started`` is called when there are new VMs, or a new engine, ``strike`` with each VM that is
+    about to end, ``ended`` when the agents of those that were given back or lost are gone.
     """
 
     def __init__(
@@ -326,7 +326,8 @@ class KeptRanks:
     def find(self, submit: Submit) -> Run | None:
         """Return the run whose ranks a cell has to run in, if it has to.
 
-        RanksGone: it has left names to ranks that are not there any more; EngineError: it asks for others than are there.
+        RanksGone: it has left names to ranks that are not there any more; EngineError: it asks for
+        others than are there.
         """
         run = self._run if submit.cell.spec.keep else None
         if submit.left_to and (run is None or run.recorder.record.id != submit.left_to):
@@ -370,9 +371,10 @@ def _check_alike(run: Run, submit: Submit) -> None:
     if other is not None:
         what = _IN_WORDS.get(other, f"--{other.replace('_', '-')}")
         raise EngineError(
-            f"--keep: {counted(run.submit.cell.spec.world_size, 'rank')} of this notebook, kept since {run.name}, have another "
-            f"{what} ({_said(mine[other])}) than this cell asks for ({_said(asked[other])}). Type the header that made "
-            "them, or %taas release, which ends them."
+            f"--keep: {counted(run.submit.cell.spec.world_size, 'rank')} of this notebook, kept"
+            f" since {run.name}, have another {what} ({_said(mine[other])}) than this cell asks for"
+            f" ({_said(asked[other])}). Type the header that made them, or %taas release, which"
+            " ends them."
         )
 
 

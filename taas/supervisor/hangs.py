@@ -1,17 +1,17 @@
 """Finding that a run makes no progress, and which rank is the odd one.
 
-From outside, cheaply, every now and then: what each rank has written, the processor time it has used, whether it
-is stopped. Only when that gives reason are ranks asked for their stacks, by a signal (runs/stacks.py). A run is in
-trouble when
+From outside, cheaply, every now and then: what each rank has written, the processor time it has
+used, whether it is stopped. Only when that gives reason are ranks asked for their stacks, by a
+signal (runs/stacks.py). A run is in trouble when
 
 * a rank is stopped (SIGSTOP), seen twice; or
-* some ranks have ended the cell, and all others have stood in a collective for ten seconds (or the hang
-  timeout, if that is shorter); or
-* for the hang timeout no rank has written anything, used the processor or changed its place. On GPUs a rank that
-  waits in a collective may spin: there its processor time says nothing.
+* some ranks have ended the cell, and all others have stood in a collective for ten seconds (or the
+  hang timeout, if that is shorter); or
+* for the hang timeout no rank has written anything, used the processor or changed its place. On
+  GPUs a rank that waits in a collective may spin: there its processor time says nothing.
 
-The run goes on: the cell says what is wrong, and its user decides. While an interrupted cell is finishing, it says where
-its ranks stand.
+The run goes on: the cell says what is wrong, and its user decides. While an interrupted cell is
+finishing, it says where its ranks stand.
 """
 
 from __future__ import annotations

@@ -31,12 +31,14 @@ class RankJobs:
     """The jobs of the ranks of one start of a run, by the number of their VM.
 
     Attributes:
-        continues: these are the ranks that the VMs have kept of an earlier run, whose jobs were those ``before``.
+        continues: these are the ranks that the VMs have kept of an earlier run, whose jobs were
+            those ``before``.
         told: those that were started.
         done: those that are over, or lost, or will not be started.
         kept: the ranks that stay on each VM.
         lost: how these ranks died since; empty while they are there.
-        store: where the ranks find each other, once it is open; None after a failure, which breaks groups off.
+        store: where the ranks find each other, once it is open; None after a failure, which breaks
+            groups off.
     """
 
     def __init__(self, run: Run, before: RankJobs | None) -> None:
@@ -84,9 +86,10 @@ class RankJobs:
         if not short or not any(given.values()):
             return ""
         return (
-            f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need, and that it was "
-            "said to have. `nvidia-smi` there tells whether its driver is loaded. Take it out of the cluster until "
-            "then, or rehearse the run on CPU ranks (--rehearse)."
+            f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need,"
+            " and that it was said to have. `nvidia-smi` there tells whether its driver is loaded."
+            " Take it out of the cluster until then, or rehearse the run on CPU ranks"
+            " (--rehearse)."
         )
 
     def device_in_words(self) -> str:
@@ -206,7 +209,8 @@ class RankJobs:
     def overdue(self) -> list[Vm]:
         """The VMs that have not ended in time what had to be ended.
 
-        Until all has to end now, a VM elsewhere may take its time: what the cell wrote there has to come home.
+        Until all has to end now, a VM elsewhere may take its time: what the cell wrote there has to
+        come home.
         """
         now, here = time.monotonic(), min(self._end_by, self._patient_by)
         return [vm for vm in self.busy.values() if now > (self._end_by if vm.remote else here)]
@@ -217,7 +221,7 @@ class RankJobs:
             self.tell(number, JobRequest(what="forget"))
 
 
-# ---------------------------------------------------------------- what is known of them, and the verdict that follows
+# ---------------------------------------------- what is known of them, and the verdict that follows
 
 _FAILED = ("raised", "exited", "died")
 _LOST = ("died", "orphaned", "ended")
@@ -325,7 +329,10 @@ class Findings:
         if not own:
             return self.stopped
         first = self._blame(own)
-        return f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}: {first.message}"
+        return (
+            f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}:"
+            f" {first.message}"
+        )
 
     def _names_in_words(self) -> str:
         """Say what became of rank 0's names, of a run that is not done."""
@@ -359,8 +366,8 @@ class Findings:
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return what failed first, among ranks that may have failed because of each other.
 
-        The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
-        stamped when its agent sees it.
+        The earliest wins, but for a rank that died: its peers' collectives fail at once, while its
+        own death is stamped when its agent sees it.
         """
         earliest = min(failed, key=lambda ended: ended.at)
         until = earliest.at + deadlines.DEATH_IS_THE_CAUSE

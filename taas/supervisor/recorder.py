@@ -42,7 +42,8 @@ class Recorder:
     """Writes the record of one run, and holds the run's payloads: in its ``submit`` they are as they are held here.
 
     Raises:
-        OSError: a payload's holder is gone, or there is no room for the run's folder; nothing is held then.
+        OSError: a payload's holder is gone, or there is no room for the run's folder; nothing is
+            held then.
     """
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
@@ -160,8 +161,8 @@ class Recorder:
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
         """Keep what `%taas export` needs, and of a background run what `%taas attach` will bring; any thread may.
 
-        That is rank 0's names, with the payload they refer to, and where the delivery left the generators of the
-        registered loaders. Returns what went wrong.
+        That is rank 0's names, with the payload they refer to, and where the delivery left the
+        generators of the registered loaders. Returns what went wrong.
         """
         if not self.record.background:
             if self.submit.payload.nbytes <= _EXPORTED_BYTES:
@@ -179,7 +180,10 @@ class Recorder:
         try:
             with os.fdopen(answer.open(), "rb") as source:
                 keep(self.record, ANSWER, source.fileno())
-            what = "only the kernel that started the run can take its names, as what it gave could not be kept"
+            what = (
+                "only the kernel that started the run can take its names, as what it gave could not"
+                " be kept"
+            )
             keep(self.record, PAYLOAD, self.submit.payload.fd)
         except OSError as error:
             return (f"{what}: {error.strerror} ({self.record.folder})",)

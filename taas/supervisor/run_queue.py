@@ -1,7 +1,7 @@
 """Runs that wait for devices which other runs have: those of ``taas.submit``, in the order in which they came.
 
-A run that waits has its record, and holds its payload; it has no VM. It can be stopped, and it outlives the kernel, as
-any run in the background does.
+A run that waits has its record, and holds its payload; it has no VM. It can be stopped, and it
+outlives the kernel, as any run in the background does.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RunQueue:
         """Raise an EngineError where no more may wait."""
         if len(self._runs) >= _MOST:
             raise EngineError(
-                f"{_MOST} runs of this notebook wait for devices: no more may. Wait for some of them (result()), or "
-                "stop some."
+                f"{_MOST} runs of this notebook wait for devices: no more may. Wait for some of"
+                " them (result()), or stop some."
             )
 
     def add(self, submit: Submit, recorder: Recorder) -> None:
@@ -99,7 +99,8 @@ def _takes_gpus(submit: Submit) -> bool:
 def check_processors(submit: Submit, world_sizes: Iterable[int]) -> None:
     """Raise NotEnoughDevices where rehearsed ranks would share this machine's processors with other runs.
 
-    ``world_sizes`` are those of the runs that go on. A run that is alone may have more ranks than there are processors.
+    ``world_sizes`` are those of the runs that go on. A run that is alone may have more ranks than
+    there are processors.
     """
     if submit.engine.kind != "local" or _takes_gpus(submit):
         return

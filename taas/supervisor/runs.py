@@ -28,17 +28,18 @@ from taas.wording import named
 logger = logging.getLogger(__name__)
 
 _NOT_KEPT = (
-    "its ranks are gone, and with them what only they had; the next --keep cell starts new ones, to which the notebook's "
-    "names travel"
+    "its ranks are gone, and with them what only they had; the next --keep cell starts new ones, to"
+    " which the notebook's names travel"
 )
 
 
 class Run:
     """A run's state machine: ``acquiring`` → ``starting`` → ``running`` → ``over``, by way of ``finishing`` or ``ending``.
 
-    It starts when all its VMs are up, and is over when all of them are done or lost. Interrupted, it is ``finishing``
-    what the cell's own ``except`` and ``finally`` do; after a failure, or a second press, it is ``ending``. A run that
-    is started again after a loss is a new one of the same name.
+    It starts when all its VMs are up, and is over when all of them are done or lost. Interrupted,
+    it is ``finishing`` what the cell's own ``except`` and ``finally`` do; after a failure, or a
+    second press, it is ``ending``. A run that is started again after a loss is a new one of the
+    same name.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """What crosses hosts in one start of a run, for all its jobs: payloads and the project to them, and what they make from them.
 
-A job on this host needs none of it: it opens the memory, and writes to the run's folder and to the project.
+A job on this host needs none of it: it opens the memory, and writes to the run's folder and to the
+project.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _NAMED = 3
 class Transfer:
     """The bytes of one start of a run that cross hosts.
 
-    ``worker`` writes down what comes, and packs what goes; ``failed`` is told the job for which that could not be done, and why.
+    ``worker`` writes down what comes, and packs what goes; ``failed`` is told the job for which
+    that could not be done, and why.
     """
 
     def __init__(
@@ -185,8 +187,8 @@ class Transfer:
 class ProjectSync:
     """What goes to the VMs of one run, and what comes back.
 
-    ``scratch`` is the run's folder for what ranks other than 0 write in the project's place; ``known`` what an earlier run
-    has left on its VMs, where their ranks were kept for this one.
+    ``scratch`` is the run's folder for what ranks other than 0 write in the project's place;
+    ``known`` what an earlier run has left on its VMs, where their ranks were kept for this one.
     """
 
     def __init__(
@@ -281,8 +283,9 @@ class ProjectSync:
     def take(self, vm: int, chunk: Chunk) -> None:
         """Take in what a VM has changed, and make the changes when all of it is here.
 
-        ``changes`` are those in the project, which rank 0's VM makes, or in a ``--shared`` directory in it, where ranks of
-        all VMs write; ``writes`` what its ranks have in their scratch. What there is no room for is said in :attr:`notices`.
+        ``changes`` are those in the project, which rank 0's VM makes, or in a ``--shared``
+        directory in it, where ranks of all VMs write; ``writes`` what its ranks have in their
+        scratch. What there is no room for is said in :attr:`notices`.
 
         Raises:
             Unreadable: it is no archive.
@@ -307,8 +310,8 @@ class ProjectSync:
                 self._applier.take(coming.fd, lambda entry: vm == 0 or self._is_shared(entry))
         except OSError as error:
             self._said.append(
-                f"what ranks of VM {vm} wrote in the project did not all come back: {error.strerror or error} ({place}). "
-                "See to that, and run the cell again"
+                f"what ranks of VM {vm} wrote in the project did not all come back:"
+                f" {error.strerror or error} ({place}). See to that, and run the cell again"
             )
         self._give_up(key)
 
@@ -352,7 +355,8 @@ def _left_out(packed: archive.Archive) -> str:
     if not packed.whole:
         named.append(f"all beyond the first {archive.ENTRIES:,} files")
     return (
-        f"not on the VMs, which do not see this disk: {', '.join(named)}. Of what is larger than "
-        f"{size_in_words(archive.LARGE)} only modules travel ahead; other files come when Python opens them, not when C code "
-        "does, or lists a directory. Put data on a disk that the VMs see, or let the cell download it"
+        f"not on the VMs, which do not see this disk: {', '.join(named)}. Of what is larger than"
+        f" {size_in_words(archive.LARGE)} only modules travel ahead; other files come when Python"
+        " opens them, not when C code does, or lists a directory. Put data on a disk that the VMs"
+        " see, or let the cell download it"
     )

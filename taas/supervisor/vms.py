@@ -1,7 +1,7 @@
 """A VM as the supervisor knows it, what a run asks of one, which of this machine's GPUs it gets; and a run's data VMs.
 
-A data VM has a number in the run's delivery, which is given once: a VM, or a worker pool on it, that takes the place of a
-lost one has the next number.
+A data VM has a number in the run's delivery, which is given once: a VM, or a worker pool on it,
+that takes the place of a lost one has the next number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 KEPT = "%kept"  # what a VM with kept ranks has in the place of a run's name
 PLANNER = -1  # the planner's number
 _REPLACEMENTS = 3
-"""So many lost data VMs or worker pools are replaced for each that was asked for; then it is the data that kills them."""
+"""So many lost data VMs or worker pools are replaced for each that was asked for; then it is the
+data that kills them.
+"""
 
 
 class Vm:
@@ -138,8 +140,9 @@ def choosing(gpus: tuple[Gpu, ...]) -> Iterator[None]:
             yield
     except Timeout:
         raise EngineError(
-            f"another notebook has been choosing among this machine's GPUs for {deadlines.CHOOSE_GPUS:.0f} s: its "
-            "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
+            "another notebook has been choosing among this machine's GPUs for"
+            f" {deadlines.CHOOSE_GPUS:.0f} s: its supervisor may be stopped. Run the cell again;"
+            " `%taas status` shows who has GPUs."
         ) from None
 
 
@@ -148,7 +151,8 @@ def share_gpus(
 ) -> list[tuple[Gpu, ...]]:
     """Share out this machine's GPUs, of which others of these VMs may have some, among ``count`` VMs of a run.
 
-    Without ``gpus`` it needs none, or the engine knows of them. Notebooks may name the same ones differently.
+    Without ``gpus`` it needs none, or the engine knows of them. Notebooks may name the same ones
+    differently.
 
     Raises:
         NotEnoughDevices: other runs, of this kernel or of others, have them.
@@ -164,11 +168,15 @@ def share_gpus(
         advice = (
             "ranks that this notebook keeps have some. `%taas release` ends them."
             if any(vm.run == KEPT and vm.gpus for vm in vms)
-            else f"other runs have the rest{named}. `%taas status` shows them; wait for one, or `%taas stop` it. Ranks "
-            "that are kept end with a `%taas release` in their notebook."
+            else (
+                f"other runs have the rest{named}. `%taas status` shows them; wait for one, or"
+                " `%taas stop` it. Ranks that are kept end with a `%taas release` in their"
+                " notebook."
+            )
         )
         raise NotEnoughDevices(
-            f"GPUs needed: {count * gpus_per_vm}; free of this machine's {len(gpus)}: {len(free)}; {advice}"
+            f"GPUs needed: {count * gpus_per_vm}; free of this machine's {len(gpus)}: {len(free)};"
+            f" {advice}"
         )
     return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
 
@@ -183,9 +191,12 @@ class DataVms:
     """Where the data processes of one start of a run are.
 
     Attributes:
-        by_number: those for worker pools that are there or come; at ``most`` so many numbers are given.
-        started: the VMs that were told to start the data process of a number, and have not said that it is gone.
-        here: tells the address under which the ranks' VMs and these reach this machine; empty while it is not known.
+        by_number: those for worker pools that are there or come; at ``most`` so many numbers are
+            given.
+        started: the VMs that were told to start the data process of a number, and have not said
+            that it is gone.
+        here: tells the address under which the ranks' VMs and these reach this machine; empty while
+            it is not known.
     """
 
     def __init__(

@@ -29,7 +29,8 @@ class AgentUp(Message, frozen=True):
     Attributes:
         host: the address under which other VMs reach its own.
         node: where that is, for messages; empty for this machine.
-        gpus: those that an engine gave it, as CUDA_VISIBLE_DEVICES names them; this machine's the supervisor shares out.
+        gpus: those that an engine gave it, as CUDA_VISIBLE_DEVICES names them; this machine's the
+            supervisor shares out.
     """
 
     host: str
@@ -55,15 +56,17 @@ class OfJob(Message, Generic[Said], frozen=True):
 
 
 WITH_FORKSERVER = "killed with its forkserver"
-"""How a job ended whose forkserver was killed before, or while, its processes were forked; of a data process, later too."""
+"""How a job ended whose forkserver was killed before, or while, its processes were forked; of a
+data process, later too.
+"""
 
 
 class JobOver(Message, frozen=True):
     """No process of a job is left, or was ever started, and all that they wrote was mirrored.
 
     Attributes:
-        how: of data processes, how they ended, in words; of ranks, why they could not be started, or could not go on:
-            empty where each was reported.
+        how: of data processes, how they ended, in words; of ranks, why they could not be started,
+            or could not go on: empty where each was reported.
         notices: lines for the user.
         kept: the ranks that stay: all of this VM, or none.
     """
@@ -90,9 +93,10 @@ class JobRequest(Message, frozen=True):
     """What one of the two asks of the other for a job.
 
     Attributes:
-        what: ``project``, by an agent: this VM does not see the notebook's disk: send the project, packed
-            (:mod:`taas.project_sync.archive`). ``file``, by an agent: send one that did not travel with it; ``has``: it is there
-            now. ``forget``, by the supervisor: it has what it needs of a job that is over: forget it.
+        what: ``project``, by an agent: this VM does not see the notebook's disk: send the project,
+            packed (:mod:`taas.project_sync.archive`). ``file``, by an agent: send one that did not
+            travel with it; ``has``: it is there now. ``forget``, by the supervisor: it has what it
+            needs of a job that is over: forget it.
         path: of the file, in the project.
     """
 
@@ -101,7 +105,9 @@ class JobRequest(Message, frozen=True):
 
 
 OfRanks = StoreAddress | RankStage | Asking | RankEnded | RanksSeen | RanksUse
-"""A store's address: the agent of rank 0 opened it. What ranks said, or their agent says of them, is passed on."""
+"""A store's address: the agent of rank 0 opened it. What ranks said, or their agent says of them,
+is passed on.
+"""
 JobSays = OfRanks | JobOver | JobRequest | Chunk | Taken
 AgentSays = AgentUp | KeptGone | OfJob[JobSays]
 
@@ -115,14 +121,16 @@ class StartJob(Message, frozen=True):
     All paths are those of the notebook's machine (:mod:`taas.agent.staging`).
 
     Attributes:
-        job: its number in the run. The ranks of the run's VM ``n`` are job ``n``; data processes have higher numbers.
+        job: its number in the run. The ranks of the run's VM ``n`` are job ``n``; data processes
+            have higher numbers.
         name: what the user calls the VM, such as ``VM g2.8-0``.
         payload: packed names, or loaders; its chunks follow where the VM is another host.
-        output: of ranks, the folder with their output files; of a data process, the file that takes what it prints.
+        output: of ranks, the folder with their output files; of a data process, the file that takes
+            what it prints.
         scratch: folder for what ranks other than 0 write in the project's place.
         since_ns: when the run began, by the clock of the project's file system.
-        token_path, token: a file in the project, and what is in it: who reads that there sees the notebook's disk.
-            An empty path: nobody elsewhere does.
+        token_path, token: a file in the project, and what is in it: who reads that there sees the
+            notebook's disk. An empty path: nobody elsewhere does.
     """
 
     run: str
@@ -142,9 +150,10 @@ class EndJob(Message, frozen=True):
     """End all processes of a job; the answer is :class:`JobOver`.
 
     Attributes:
-        how: for ranks. ``interrupt``: SIGINT, and each cell runs to its end, however long; ``failure``: SIGINT, and
-            what is left soon after is ended; ``now``: what is left is ended. A later one is never more patient than an
-            earlier one. Data processes are ended now in any case.
+        how: for ranks. ``interrupt``: SIGINT, and each cell runs to its end, however long;
+            ``failure``: SIGINT, and what is left soon after is ended; ``now``: what is left is
+            ended. A later one is never more patient than an earlier one. Data processes are ended
+            now in any case.
         names: whether somebody takes rank 0's names as they stand.
     """
 

@@ -2,8 +2,8 @@
 
 CURVE (https://rfc.zeromq.org/spec/26/) with a key pair for each peer; the server's ZAP handler
 (https://rfc.zeromq.org/spec/27/) is answered by the loop that reads its socket: no thread of its own. Between hosts, a
-connection whose peer shows no sign of life is closed. On one host, all sockets of a process and of those it starts lie in
-one folder, which nobody else can enter.
+connection whose peer shows no sign of life is closed. On one host, all sockets of a process and of
+those it starts lie in one folder, which nobody else can enter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from taas.wire.framing import WIRE_LIMIT
 _AT_ONCE = 64
 PREFIX = "taas-"
 LONGEST_BASE = 45
-"""Below it lie the folder, those of agents, and in them multiprocessing's: ``taas-…/agent-12/pymp-…/listener-…``."""
+"""Below it lie the folder, those of agents, and in them multiprocessing's:
+``taas-…/agent-12/pymp-…/listener-…``.
+"""
 _INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108  a folder of our own is made there
 
 Socket = zmq.Socket[Any]
@@ -52,16 +54,16 @@ def make_short_folder() -> str:
         except OSError as error:
             refused.append(f"{base}: {error.strerror}")
     raise OSError(
-        f"no folder for sockets can be made ({'; '.join(refused)}). Set TMPDIR to a folder that you can write, with a "
-        f"path of {LONGEST_BASE} bytes at most"
+        f"no folder for sockets can be made ({'; '.join(refused)}). Set TMPDIR to a folder that you"
+        f" can write, with a path of {LONGEST_BASE} bytes at most"
     )
 
 
 class Gate:
     """Lets in, or keeps out, who connects to the servers of a context: ``answer`` when ``socket`` is readable.
 
-    It has to be there before they listen. ``allows`` tells whether a client may come in that shows this public CURVE key,
-    or this password of PLAIN.
+    It has to be there before they listen. ``allows`` tells whether a client may come in that shows
+    this public CURVE key, or this password of PLAIN.
     """
 
     def __init__(self, context: Any, allows: Callable[[bytes], bool]) -> None:

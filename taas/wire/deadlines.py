@@ -1,7 +1,8 @@
 """How long taas' processes wait for each other, and how often they look, in seconds: one table, from short to long.
 
-Who waits for somebody waits longer than that one has: what an agent does at a rank's end is over before its supervisor
-takes it for stuck, and this before the person at the keyboard takes the supervisor for it.
+Who waits for somebody waits longer than that one has: what an agent does at a rank's end is over
+before its supervisor takes it for stuck, and this before the person at the keyboard takes the
+supervisor for it.
 """
 
 CLOCK_GRAIN = (
@@ -43,7 +44,8 @@ CHOOSE_GPUS = 2.0  # for another supervisor to choose among this machine's GPUs
 LAST_WORD = 2.0  # for an engine to say why a connection is gone
 LEAVE_KEPT = 3.0  # for what libraries do at the exit of kept ranks
 FAILURE = 3.5  # for the cell in a rank after another one has failed
-END_RANKS = 4.0  # for an agent to end ranks now, rank 0's names included; who sends something home is at work
+# for an agent to end ranks now, rank 0's names included; who sends something home is at work
+END_RANKS = 4.0
 SHOW_ALIVE = 5.0  # until an agent elsewhere shows the system again that it is not stopped
 HANG_LOOK_OVERDUE = 5.0  # for a look at ranks; then another one takes its place
 SILENCE = 6.0  # for a sign of life to come from another host

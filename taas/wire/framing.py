@@ -1,6 +1,7 @@
 """What all messages are made of: their base, memory files beside them, and how they are packed, read and sealed.
 
-A seal is a MAC with a key that only the processes of one run have, checked before anything is unpickled.
+A seal is a MAC with a key that only the processes of one run have, checked before anything is
+unpickled.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Alive(Message, frozen=True):
     """The sender is there.
 
-    A worker pool says so again and again, and so does the supervisor: that it cannot be sent tells that the agent is
-    out of reach.
+    A worker pool says so again and again, and so does the supervisor: that it cannot be sent tells
+    that the agent is out of reach.
     """
 
 
@@ -38,8 +39,8 @@ class Memory(msgspec.Struct, frozen=True):
     """A memory file of another process.
 
     Attributes:
-        pid: the process of this host that holds it open; 0: it is on another host, and the peer that named it
-            sends it in chunks (:mod:`taas.wire.transfer`).
+        pid: the process of this host that holds it open; 0: it is on another host, and the peer
+            that named it sends it in chunks (:mod:`taas.wire.transfer`).
         fd: its number there.
     """
 
@@ -75,9 +76,11 @@ class StoreAddress(msgspec.Struct, frozen=True, tag=True):
     """Where a run's store is.
 
     Attributes:
-        host: what MASTER_ADDR says. Loopback: all ranks are on one machine, and the store is a folder there.
+        host: what MASTER_ADDR says. Loopback: all ranks are on one machine, and the store is a
+            folder there.
         secret: key of the run's seals (:func:`seal`), which only its ranks and their agents have.
-        port: what MASTER_PORT says: of the TCPStore; where there is a folder nobody listens. 0: not opened yet.
+        port: what MASTER_PORT says: of the TCPStore; where there is a folder nobody listens. 0: not
+            opened yet.
         folder: an absolute path; empty where there is none.
     """
 
@@ -108,8 +111,9 @@ class MessageReader:
     def __call__(self, data: bytes | memoryview) -> Any:
         """Decode one message.
 
-        msgspec's own errors are ValueErrors, as is the UnicodeDecodeError that invalid UTF-8 raises. A field that is
-        nested too deeply, an unknown one too, raises a RecursionError, which is neither.
+        msgspec's own errors are ValueErrors, as is the UnicodeDecodeError that invalid UTF-8
+        raises. A field that is nested too deeply, an unknown one too, raises a RecursionError,
+        which is neither.
         """
         try:
             return self._decode(data)

@@ -1,10 +1,11 @@
 """What the main thread of a process waits for: sockets and descriptors, each with what is done when it is readable.
 
-What may take long is done beside that loop, by a thread: files of any size, processes that end. So an interrupt of one run
-waits for nothing that another one has to have done. Children of it report in lines of JSON.
+What may take long is done beside that loop, by a thread: files of any size, processes that end. So
+an interrupt of one run waits for nothing that another one has to have done. Children of it report
+in lines of JSON.
 
-Where peers connect to it, a process may have as many descriptors as the system lets it; what it starts for others
-finds the limit as it was: a rank has the one that it would have under torchrun.
+Where peers connect to it, a process may have as many descriptors as the system lets it; what it
+starts for others finds the limit as it was: a rank has the one that it would have under torchrun.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def raise_limit() -> None:
 def give_limit(pid: int) -> None:
     """Give a child of this process the limit that this one was started with, and so all that it starts later.
 
-    Lowered here while the child is started, the limit would be too low for what other threads open meanwhile.
+    Lowered here while the child is started, the limit would be too low for what other threads open
+    meanwhile.
     """
     if _found is not None:
         with contextlib.suppress(ProcessLookupError):  # its end is seen elsewhere
@@ -103,8 +105,8 @@ def _set(limits: tuple[int, int]) -> None:
 class WorkThread:
     """A thread that does, one after the other, what it is given; all else of it is for the thread of the loop.
 
-    ``soon`` is :meth:`PollLoop.soon`; ``pending`` says how much was not done yet, or its result not taken. A RuntimeError:
-    the system allows no more threads.
+    ``soon`` is :meth:`PollLoop.soon`; ``pending`` says how much was not done yet, or its result not
+    taken. A RuntimeError: the system allows no more threads.
     """
 
     def __init__(self, soon: Callable[[Callable[[], object]], None]) -> None:

@@ -1,8 +1,9 @@
 """What a rank and its agent say to each other, and the socket pair between them, which has no name: nobody else can connect.
 
-A message is one packet (unix(7), SOCK_SEQPACKET): no half of one is ever seen. Descriptors go with it, since a rank behind
-its wall may not open those of other processes by ``/proc``. A long message is a memory file, the last of its descriptors.
-A rank waits for what its agent says, and until there is room for what it says; the agent never waits.
+A message is one packet (unix(7), SOCK_SEQPACKET): no half of one is ever seen. Descriptors go with
+it, since a rank behind its wall may not open those of other processes by ``/proc``. A long message
+is a memory file, the last of its descriptors. A rank waits for what its agent says, and until there
+is room for what it says; the agent never waits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class RankStage(Message, frozen=True):
     """How far a rank is.
 
     Attributes:
-        stage: ``begun``: the cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code:
-            what the cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
-            ``wrote``: it has written down which collective it waits in, and may be asked again.
+        stage: ``begun``: the cell begins to run. ``at work``: the main thread of a rank that is
+            interrupted runs Python code: what the cell makes of it takes its time. ``packing``: it
+            packs its names, and its :class:`RankEnded` follows. ``wrote``: it has written down
+            which collective it waits in, and may be asked again.
         rank: where the supervisor hears it.
     """
 
@@ -40,16 +42,19 @@ class RankEnded(Message, frozen=True):
     """How a cell ended in one rank.
 
     Attributes:
-        outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or, said by the
-            agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its forkserver) and ``ended`` (by a
-            signal of the agent's). ``stood``: it has not ended; these are its names if it says no more.
+        outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or,
+            said by the agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its
+            forkserver) and ``ended`` (by a signal of the agent's). ``stood``: it has not ended;
+            these are its names if it says no more.
         at: wall-clock time of its machine in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
         message: the exception's text, or what is known.
-        answer: rank 0's names: at the end of the cell, or as they stood when it failed or was ended.
+        answer: rank 0's names: at the end of the cell, or as they stood when it failed or was
+            ended.
         notices: lines for the user.
-        asleep: it was ended while it waited for other ranks, as far as one can tell: its main thread slept in C code, from
-            which no interrupt had woken it, or had just come out of a collective.
+        asleep: it was ended while it waited for other ranks, as far as one can tell: its main
+            thread slept in C code, from which no interrupt had woken it, or had just come out of a
+            collective.
     """
 
     rank: int
@@ -87,11 +92,13 @@ class RankUse(msgspec.Struct, frozen=True):
     """What a rank uses of its VM, as its agent sees it from outside.
 
     Attributes:
-        state: ``starting``, ``running``, ``stopped`` (by SIGSTOP), or how it ended (:class:`RankEnded`).
+        state: ``starting``, ``running``, ``stopped`` (by SIGSTOP), or how it ended
+            (:class:`RankEnded`).
         cpu: percent of one processor.
         nbytes: memory that it shares with no file.
         gpu: percent of its GPUs, on average; None: it has none, or nobody can tell.
-        gpu_nbytes: memory that it holds of them, where the driver tells processes apart; else what all programs hold.
+        gpu_nbytes: memory that it holds of them, where the driver tells processes apart; else what
+            all programs hold.
     """
 
     rank: int
@@ -122,10 +129,12 @@ class RankRequest(Message, frozen=True):
     """What an agent asks of a process that is, or was prepared to be, a rank.
 
     Attributes:
-        what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a wait that keeps it from
-            that; ``ignored``: the rank ignored it, as system(3) does while a program runs. ``names``: pack the names as they stand, by another thread while the main one waits, and leave.
-            ``taken``: the agent has rank 0's names: forget them. ``leave``: there is no other order, and the agent has
-            all it needs: exit. ``collective``: write down which one it waits in (runs/stacks.py).
+        what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a
+            wait that keeps it from that; ``ignored``: the rank ignored it, as system(3) does while
+            a program runs. ``names``: pack the names as they stand, by another thread while the
+            main one waits, and leave. ``taken``: the agent has rank 0's names: forget them.
+            ``leave``: there is no other order, and the agent has all it needs: exit.
+            ``collective``: write down which one it waits in (runs/stacks.py).
     """
 
     what: Literal["notice", "names", "taken", "leave", "collective"]
@@ -156,8 +165,9 @@ class Cell(msgspec.Struct, frozen=True):
         colors: name of the notebook's colour theme, for tracebacks.
         shell_class: name of the class of the notebook's shell, which libraries ask for.
         directory: where the notebook is now; kept ranks go there, others begin in the project.
-        own_gpu_first: whether its program takes the first GPU for its own, as those for DataParallel do; those for several
-            processes number GPUs by ranks, as later cells of kept ranks may.
+        own_gpu_first: whether its program takes the first GPU for its own, as those for
+            DataParallel do; those for several processes number GPUs by ranks, as later cells of
+            kept ranks may.
     """
 
     text: str
@@ -172,7 +182,8 @@ class Cell(msgspec.Struct, frozen=True):
 class Workspace(msgspec.Struct, frozen=True):
     """What a notebook finds on its machine; on another VM it is staged (:mod:`taas.agent.staging`).
 
-    ``changed`` are variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
+    ``changed`` are variables of ``environ`` that the notebook set itself; the others it inherited
+    on its machine.
     """
 
     project: str
@@ -186,10 +197,12 @@ class Staged(msgspec.Struct, frozen=True):
     Attributes:
         payload: the packed names, or loaders.
         replica: the copy of the project that is to stand there; empty: the project itself is there.
-        late: folder in which files are asked for that the copy lacks (:mod:`taas.project_sync.late_files`).
+        late: folder in which files are asked for that the copy lacks
+            (:mod:`taas.project_sync.late_files`).
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for what ranks other than 0 write in the project's place.
-        since_ns: when the run began, by the clock of the file system that the project, or its copy, is on.
+        since_ns: when the run began, by the clock of the file system that the project, or its copy,
+            is on.
     """
 
     payload: Memory
@@ -208,7 +221,8 @@ class RankOrder(Message, frozen=True):
     Attributes:
         group_rank: the VM's number in the run, as torchrun's.
         store: the run's store; without a port, the agent of these ranks opens it.
-        gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty where it is rehearsed.
+        gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty where it is
+            rehearsed.
         restart_count: how often the run was started again.
         delivery: how a rank reaches the run's data workers.
         host: this VM's own address, as the run's other VMs reach it.
@@ -268,7 +282,9 @@ RankHears = RankStart | RankRequest | Answer
 # ---------------------------------------------------------------- the socket pair
 
 NOTICE = signal.SIGRTMIN + 12
-"""Asks the main thread of a rank to say that it runs Python code; neither glibc, CUDA nor profilers use it."""
+"""Asks the main thread of a rank to say that it runs Python code; neither glibc, CUDA nor profilers
+use it.
+"""
 _read_rank = MessageReader(RankSays)
 _LONG = b"\xc1"  # the packet of a long message: no message in MessagePack has this byte
 _SHORT = 4096  # bytes of a packet, at most

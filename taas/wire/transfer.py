@@ -1,7 +1,8 @@
 """Bytes that cross hosts: memory files, what processes write, archives of files. One way for all of it, in chunks.
 
-On one host nothing of this happens: a memory is opened where it is held, and files lie where they belong. Else each side
-of a job pushes what the other one needs, and is never more than a window ahead of what was written down there.
+On one host nothing of this happens: a memory is opened where it is held, and files lie where they
+belong. Else each side of a job pushes what the other one needs, and is never more than a window
+ahead of what was written down there.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class Chunk(Message, frozen=True):
     """Some bytes; what is of one kind comes in order.
 
     Attributes:
-        of: ``payload``, ``answer``: of a memory file. ``project``, ``changes``, ``writes``: of an archive
-            (:mod:`taas.project_sync.archive`) of the project, of what a VM changed in it, and of what ranks other than 0
-            wrote in its place. ``file``: of one of the project. ``output``: of a file that a process of the job writes.
+        of: ``payload``, ``answer``: of a memory file. ``project``, ``changes``, ``writes``: of an
+            archive (:mod:`taas.project_sync.archive`) of the project, of what a VM changed in it,
+            and of what ranks other than 0 wrote in its place. ``file``: of one of the project.
+            ``output``: of a file that a process of the job writes.
         size: bytes of the whole file, but for output; below 0: it cannot be had.
         rank: whose output; of changes and writes the VM's first.
-        file: name of the output file in the rank's folder; of a ``file`` of the project, its path there.
+        file: name of the output file in the rank's folder; of a ``file`` of the project, its path
+            there.
     """
 
     of: Literal["payload", "project", "file", "answer", "changes", "writes", "output"]
@@ -76,7 +79,8 @@ def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
 class Sender:
     """All that one side sends of one job: a chunk of each source in turn, as far as the window allows.
 
-    A source is an iterator: None says that there is nothing more now, its end that there never will be.
+    A source is an iterator: None says that there is nothing more now, its end that there never will
+    be.
     """
 
     def __init__(self, send: Callable[[Chunk | Taken], None]) -> None:

@@ -1,9 +1,10 @@
 """The same notebook with and without headers: what differs afterwards.
 
-``compare`` plays a notebook twice, in two kernels forked from one process: in one, headers are comments; in the
-other, taas is loaded, and each headed cell runs in real ranks, forked from the agent's own forkserver. All that
-stands between is production's: the magics, the launcher, the agent's rank group, the rank's entry; only the
-supervisor's place is taken by a pipe to the test, so that a notebook takes a fraction of a second.
+``compare`` plays a notebook twice, in two kernels forked from one process: in one, headers are
+comments; in the other, taas is loaded, and each headed cell runs in real ranks, forked from the
+agent's own forkserver. All that stands between is production's: the magics, the launcher, the
+agent's rank group, the rank's entry; only the supervisor's place is taken by a pipe to the test, so
+that a notebook takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ __all__ = ["Played", "Program", "compare", "forkservers", "play", "row", "togeth
 
 _LINES = 20
 _VARYING = re.compile(
-    r"[\d.e+]+ (?:ns|us|µs|μs|ms|s)\b|\b0[xX][0-9a-fA-F]{6,}|[\w/.-]*/ipykernel_\d+/\d+\.py|<ipython-input-[-\w]+>|sk-container-id-\d+"
+    r"[\d.e+]+"
+    r" (?:ns|us|µs|μs|ms|s)\b|\b0[xX][0-9a-fA-F]{6,}|[\w/.-]*/ipykernel_\d+/\d+\.py|<ipython-input-[-\w]+>|sk-container-id-\d+"
 )
-"""Durations, addresses, what kernels and ranks call the file of a cell, and numbers of scikit-learn's diagrams."""
+"""Durations, addresses, what kernels and ranks call the file of a cell, and numbers of
+scikit-learn's diagrams.
+"""
 
 
 def compare(program: Program, folder: Path) -> list[str]:
@@ -76,8 +80,8 @@ def _cells(number: int, pair: tuple[Ran, Ran]) -> Iterator[str]:
             yield f"{name}: {headed.evalue[:2000]} ({headed.traceback[-800:]})"
     elif (plain.ename, plain.evalue) != (headed.ename, headed.evalue):
         yield (
-            f"{name}: {plain.ename or 'no error'} {plain.evalue[:300]} expected, {headed.ename or 'no error'} "
-            f"{headed.evalue[:2000]} found"
+            f"{name}: {plain.ename or 'no error'} {plain.evalue[:300]} expected,"
+            f" {headed.ename or 'no error'} {headed.evalue[:2000]} found"
         )
     expected, found = _without_taas(plain.shown), _without_taas(headed.shown)
     if expected != found:

@@ -1,7 +1,8 @@
 """Random small notebooks of ordinary code, for Hypothesis.
 
-A notebook is grown statement by statement from the table: each names the kinds of things that it needs, which
-earlier statements have made, and the kind that it makes, so that a notebook runs, but for the statements that raise.
+A notebook is grown statement by statement from the table: each names the kinds of things that it
+needs, which earlier statements have made, and the kind that it makes, so that a notebook runs, but
+for the statements that raise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What stands in a namespace, as a graph that another process can compare with its own.
 
-A node is one object: its type, facts (values that say what it is) and edges (what it holds). Two namespaces are
-the same when one walk through both meets the same facts, and the same object again wherever the other one does.
+A node is one object: its type, facts (values that say what it is) and edges (what it holds). Two
+namespaces are the same when one walk through both meets the same facts, and the same object again
+wherever the other one does.
 """
 
 from __future__ import annotations
@@ -172,7 +173,10 @@ def _facts(path: str, mine: Node, theirs: Node) -> Iterator[str]:
         if name == "requires_grad" and mine.facts["graph"]:
             continue  # a tensor comes without the graph it was computed in (README, Limits)
         if name != "graph" and theirs.facts.get(name) != value:
-            yield f"{path} ({name}): {str(value)[:300]} expected, {str(theirs.facts.get(name))[:300]} found"
+            yield (
+                f"{path} ({name}): {str(value)[:300]} expected, {str(theirs.facts.get(name))[:300]}"
+                " found"
+            )
 
 
 def _missing(path: str, expected: list[str], found: list[str]) -> Iterator[str]:

@@ -28,7 +28,8 @@ class Program:
         headed: numbers of the cells that run in ranks.
         header: their header lines.
         files: of the project, name and text.
-        here_also: what the headed cells do in addition where headers are comments: what taas does by itself.
+        here_also: what the headed cells do in addition where headers are comments: what taas does
+            by itself.
         goes_on: whether a cell shows an error and goes on.
     """
 
@@ -67,8 +68,9 @@ def row(
 def together(programs: Iterable[Program], most: int = 16) -> Iterator[Program]:
     """Yield notebooks of the cells of several with as many headed cells, which are played in the time of one.
 
-    Names that a notebook binds get its number (``a_3``), so that a difference says whose it is. An identifier is the same
-    everywhere in it, as a global, an attribute, an argument; texts stay as they are.
+    Names that a notebook binds get its number (``a_3``), so that a difference says whose it is. An
+    identifier is the same everywhere in it, as a global, an attribute, an argument; texts stay as
+    they are.
     """
     alike: dict[tuple[int, str], list[Program]] = {}
     for one in programs:

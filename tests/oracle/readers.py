@@ -73,9 +73,11 @@ def _function(describer: Describer, number: int, function: types.FunctionType) -
     facts = {
         "name": function.__qualname__,
         "code": hashlib.sha1(repr(_code(function.__code__)).encode()).hexdigest(),
-        "globals": "the notebook's"
-        if describer.is_of_notebook(function.__globals__)
-        else function.__globals__.get("__name__"),
+        "globals": (
+            "the notebook's"
+            if describer.is_of_notebook(function.__globals__)
+            else function.__globals__.get("__name__")
+        ),
         "doc": function.__doc__,
         "source": source(function),
     }

@@ -7,9 +7,9 @@ from typing import NamedTuple
 __all__ = ["HELPER", "IMPORTS", "LAST", "STATEMENTS", "Statement"]
 
 IMPORTS = (
-    "import abc, array, collections, contextlib, copy, dataclasses, datetime, decimal, enum, fractions, functools, heapq, io\n"
-    "import itertools, logging, operator, os, pathlib, random, re, string, sys, types, typing, uuid, warnings\n"
-    "import numpy as np, torch, torch.nn as nn"
+    "import abc, array, collections, contextlib, copy, dataclasses, datetime, decimal, enum,"
+    " fractions, functools, heapq, io\nimport itertools, logging, operator, os, pathlib, random,"
+    " re, string, sys, types, typing, uuid, warnings\nimport numpy as np, torch, torch.nn as nn"
 )
 HELPER = """
 counter = 0
@@ -40,7 +40,8 @@ class Statement(NamedTuple):
     """A line or more, with places for names.
 
     Attributes:
-        text: ``{new}`` is the name it makes, ``{list}`` a list that is there, ``{any}`` anything that is there.
+        text: ``{new}`` is the name it makes, ``{list}`` a list that is there, ``{any}`` anything
+            that is there.
         makes: the kind of the new name.
     """
 
