@@ -1,4 +1,4 @@
-"""The Linux calls that Python's library has not, by ctypes: plumbing only, no policy.
+"""Linux system calls that Python's library lacks, by ctypes: plumbing only, no policy.
 
 A refusal is an ``OSError`` whose text says which call, on what, and what usually causes that
 refusal. Sources: man pages unshare(2), mount(2), mount_setattr(2), user_namespaces(7),
@@ -24,14 +24,8 @@ from typing import NamedTuple
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 
-MS_RDONLY, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    0x1,
-    0x4,
-    0x20,
-    0x1000,
-    0x4000,
-    0x40000,
-)
+MS_RDONLY, MS_NODEV, MS_REMOUNT = 0x1, 0x4, 0x20
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 _NR_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -43,41 +37,30 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
-CAP_DAC_READ_SEARCH, CAP_SYS_MODULE, CAP_SYS_RAWIO, CAP_SYS_PTRACE, CAP_SYS_ADMIN = (
-    2,
-    16,
-    17,
-    19,
-    21,
-)
+CAP_DAC_READ_SEARCH, CAP_SYS_MODULE, CAP_SYS_RAWIO = 2, 16, 17
+CAP_SYS_PTRACE, CAP_SYS_ADMIN = 19, 21
 CAP_MKNOD, CAP_BPF, CAP_CHECKPOINT_RESTORE = 27, 39, 40
 
 libc = ctypes.CDLL(None, use_errno=True)
 
+_NO_NAMESPACES = (
+    "this user may not make namespaces: a container's seccomp profile, AppArmor"
+    " (kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a"
+    " chroot refuses them"
+)
+_NO_MOUNTS = "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp"
+_NO_LANDLOCK = "Landlock is built in but switched off at boot (lsm= lacks 'landlock')"
 _ADVICE = {
-    (
-        "unshare",
-        errno.EPERM,
-    ): (
-        "this user may not make namespaces: a container's seccomp profile, AppArmor"
-        " (kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a"
-        " chroot refuses them"
-    ),
-    (
-        "mount",
-        errno.EPERM,
-    ): "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp",
+    ("unshare", errno.EPERM): _NO_NAMESPACES,
+    ("mount", errno.EPERM): _NO_MOUNTS,
     ("mount_setattr", errno.ENOSYS): "the kernel is older than 5.12",
     ("landlock", errno.ENOSYS): "the kernel is older than 5.13 or built without Landlock",
-    (
-        "landlock",
-        errno.EOPNOTSUPP,
-    ): "Landlock is built in but switched off at boot (lsm= lacks 'landlock')",
+    ("landlock", errno.EOPNOTSUPP): _NO_LANDLOCK,
 }
 
 
 def check(result: int, call: str, subject: str) -> int:
-    """Return what a call returned; raises OSError where that is a refusal."""
+    """Return a call's result; raise an OSError if it is a refusal."""
     if result >= 0:
         return result
     code = ctypes.get_errno()
@@ -90,7 +73,7 @@ def check(result: int, call: str, subject: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces; with CLONE_NEWUSER it must have one thread."""
+    """Move this process into new namespaces; with CLONE_NEWUSER it must have a single thread."""
     check(libc.unshare(flags), "unshare", f"{flags:#x}")
 
 
@@ -109,7 +92,7 @@ _user_namespace: int | None = None
 
 
 def share_user_namespace() -> None:
-    """Make one user namespace for all who are forked from this process and mount (:func:`own_mounts`), if they need one.
+    """Make one user namespace for all children that will mount (:func:`own_mounts`), if needed.
 
     From different ones they may not look into each other, by pidfd_getfd(2), process_vm_readv(2) or
     /proc/PID (ptrace(2)). Where none can be made, or entered, each makes its own, and says why it
@@ -133,7 +116,7 @@ def share_user_namespace() -> None:
 
 
 def _enter_user_namespace() -> None:
-    """Enter the one that is there for this process, else one of its own."""
+    """Enter the user namespace that was made for this process, else a new one."""
     uid, gid = os.geteuid(), os.getegid()
     if _user_namespace is None or libc.setns(_user_namespace, CLONE_NEWUSER) < 0:
         unshare(CLONE_NEWUSER)
@@ -157,12 +140,12 @@ class _MountAttr(ctypes.Structure):
 
 
 def mount_readonly(target: str) -> None:
-    """Make the mount at ``target`` and every mount beneath it read-only, in one step (Linux >= 5.12)."""
+    """Make the mount at ``target`` and all mounts beneath it read-only at once (Linux >= 5.12)."""
     _set_mount_attribute(target, _MOUNT_ATTR_RDONLY, _AT_RECURSIVE)
 
 
 def close_device(path: str) -> None:
-    """Let nobody in this mount namespace open the device at a path: from now on that is EACCES.
+    """Make the device at a path unusable in this mount namespace: opening it is EACCES.
 
     The node is mounted on itself without the right to devices; who may not mount cannot take that
     away.
@@ -191,7 +174,10 @@ class Mount(NamedTuple):
 
 
 def mounts() -> list[Mount]:
-    """The mounts this process sees, in the kernel's order (proc_pid_mountinfo(5): field 5, with octal escapes, and 6)."""
+    """Return the mounts that this process sees, in the kernel's order.
+
+    It reads fields 5, which has octal escapes, and 6 of proc_pid_mountinfo(5).
+    """
     lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
     return [
         Mount(
@@ -206,7 +192,7 @@ def mounts() -> list[Mount]:
 
 @contextlib.contextmanager
 def still_seen(places: Iterable[str]) -> Iterator[None]:
-    """Mount these directories again where they are, after the body has mounted something over them."""
+    """Mount these directories again after the body has mounted something over them."""
     with contextlib.ExitStack() as stack:
         # Opened before, these descriptors lead to what the body hides.
         before = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in places}
@@ -218,8 +204,13 @@ def still_seen(places: Iterable[str]) -> Iterator[None]:
 
 
 _REMOUNT_FLAGS = {
-    "nosuid": 0x2, "nodev": 0x4, "noexec": 0x8, "noatime": 0x400, "nodiratime": 0x800, "relatime": 0x200000,
-}  # fmt: skip
+    "nosuid": 0x2,
+    "nodev": 0x4,
+    "noexec": 0x8,
+    "noatime": 0x400,
+    "nodiratime": 0x800,
+    "relatime": 0x200000,
+}
 
 
 def remount_readonly(entry: Mount) -> None:
@@ -232,7 +223,9 @@ def remount_readonly(entry: Mount) -> None:
 
 
 def remove_tree(folder: str | os.PathLike[str]) -> None:
-    """Remove a folder of taas' own with all that is in it, as far as that can be done: tidying up ends nothing.
+    """Remove a folder of taas and all that is in it, as far as that is possible.
+
+    Tidying up must not raise.
 
     Before Python 3.13 ``rmtree`` calls itself for each level, and what a cell has written may have
     thousands.
@@ -242,7 +235,7 @@ def remove_tree(folder: str | os.PathLike[str]) -> None:
 
 
 def is_being_written(fd: int) -> bool | None:
-    """Whether anybody has a file open for writing, or mapped; None where the system cannot tell.
+    """Tell whether anybody has a file open for writing, or mapped; None if the system cannot tell.
 
     The system grants a read lease (fcntl(2)) on a file only while nobody could write it. It is
     given back at once; who opens the file in between is not told, and does not wait.
@@ -262,14 +255,21 @@ def is_being_written(fd: int) -> bool | None:
 
 
 class Process(NamedTuple):
-    """A line of /proc/PID/stat (proc_pid_stat(5)); ``born`` tells it from another one that has its id later."""
+    """A process, from its line in /proc/PID/stat (proc_pid_stat(5)).
+
+    ``born`` tells it from a later process with the same id.
+    """
 
     state: str
     born: int
 
 
 def process(pid: int) -> Process | None:
-    """Return the process with this id; None: there is none; OSError: there is no descriptor left to read that with."""
+    """Return the process with this id, or None.
+
+    Raises:
+        OSError: there is no descriptor left to read it with.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -289,14 +289,14 @@ class _CapData(ctypes.Structure):
 
 
 def has_capability(number: int) -> bool:
-    """Whether the capability is in this process's effective set."""
+    """Tell whether the capability is in this process's effective set."""
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
     check(libc.capget(ctypes.byref(header), data), "capget", "self")
     return bool(data[number // 32].effective >> (number % 32) & 1)
 
 
 def drop_capabilities(numbers: Iterable[int] | None) -> None:
-    """Give up capabilities, or all, for good, in this process and whatever it executes."""
+    """Give up some capabilities, or all, for good: in this process and in what it executes."""
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
     check(libc.capget(ctypes.byref(header), data), "capget", "self")
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
@@ -320,7 +320,9 @@ def prctl(option: int, argument: int = 0) -> int:
 
 
 def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
-    """Have malloc keep so many freed bytes at the top of a heap: fresh pages cost more than the work done in them.
+    """Make malloc keep this many freed bytes at the top of a heap.
+
+    Fresh pages cost more than the work that is done in them.
 
     Blocks from ``map_from`` bytes on (32 MiB at most) are mapped, and given back, each on its own;
     None: no block is.
@@ -338,7 +340,7 @@ def set_no_new_privs() -> None:
 
 
 def parent_death_signal() -> int:
-    """The signal this process gets when its parent thread ends; 0 is none."""
+    """Return the signal that this process gets when its parent thread ends; 0: none."""
     number = ctypes.c_int()
     check(libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0), "prctl", "PR_GET_PDEATHSIG")
     return number.value
@@ -361,7 +363,9 @@ _kill_timer: ctypes.c_void_p | None = None
 
 
 def kill_in(seconds: float) -> None:
-    """Have the system SIGKILL this process in some seconds, stopped or not; again to put that off (timer_create(2)).
+    """Have the system SIGKILL this process in some seconds, even a stopped one (timer_create(2)).
+
+    Another call puts that off.
 
     A process that is forked from this one has no such timer.
     """
@@ -383,7 +387,9 @@ _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def begin_afresh() -> None:
-    """Undo what this process has inherited and cannot work with: blocked and ignored signals, a folder that may go.
+    """Undo what this process has inherited and cannot work with.
+
+    That is blocked and ignored signals, and a working directory that may be removed.
 
     Whoever starts it may have blocked SIGCHLD, for one: a forkserver would never hear that a child
     has ended. SIGHUP stays ignored where ``nohup`` has seen to that.
@@ -402,7 +408,9 @@ def set_parent_death_signal(number: int) -> None:
 
 @contextlib.contextmanager
 def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
-    """Enter a new mount namespace; in the body this process may mount, afterwards it may not. Yields whether this is root.
+    """Enter a new mount namespace; yield whether this process is root.
+
+    In the body the process may mount; afterwards it may not.
 
     The process has one thread. As root, who loses the capabilities ``give_up`` at the end, the
     right to mount is there; an ordinary user gets it by a user namespace, with all other

@@ -15,7 +15,7 @@ from taas.wording import visible
 
 
 class _TerminalStream:
-    """A stream to the terminal: what ranks, cells and errors say gives it no commands but colours."""
+    """A stream to the terminal that lets no control sequences through but colours."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             redirect_stderr(_TerminalStream(sys.stderr)),
         ):
             if words[:1] == ["run"] and words[1:] and not {"--help", "-h"} & set(words):
-                from taas.notebook.frontend import (
-                    run_script,
-                )  # it brings IPython, which no other verb needs
+                # here, since it imports IPython, which no other verb needs
+                from taas.notebook.frontend import run_script
 
                 return 0 if run_script(words[1], shlex.join(words[2:])) else 1
             do(shlex.join(words), Frontend())

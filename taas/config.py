@@ -38,7 +38,7 @@ from taas.wording import nearest, refusal, shown, shown_path
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """A kind of VM: what one has, the numbers of them that one run may ask for, and the options of ``sbatch`` that get one."""
+    """A type of VM: what one has, how many a run may ask for, and how ``sbatch`` gets one."""
 
     name: str
     vcpus: int
@@ -116,7 +116,7 @@ _DEFAULTS = {**DEFAULTS, **{key: default for key, (_, default) in _KEYS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """The instance types there are, and what ``taas.toml`` says; ``Catalog()`` is what holds without any file.
+    """The instance types, and the settings of ``taas.toml``; ``Catalog()`` has the built-in ones.
 
     Attributes:
         instances: by name.
@@ -129,14 +129,18 @@ class Catalog:
     said_in: Mapping[str, Path] = field(default_factory=dict)
 
     def in_force(self) -> dict[str, Any]:
-        """Return what holds for each key, set or not; what a header says goes before it."""
+        """Return the value of each key, set or default; a header's option goes before it."""
         return {key: self[key] for key in sorted(_DEFAULTS)}
 
     def __getitem__(self, key: str) -> Any:
         return self.settings.get(key, _DEFAULTS[key])
 
     def find(self, name: str, before: str = "#!") -> InstanceType:
-        """The type called ``name``, which was typed after ``before``; a HeaderError has the types there are, and the nearest one."""
+        """Return the type called ``name``, which was typed after ``before``.
+
+        Raises:
+            HeaderError: there is none; it names the types, and the nearest one.
+        """
         if name in self.instances:
             return self.instances[name]
         fact = f"no instance type {before}{shown(name)}"
@@ -146,7 +150,10 @@ class Catalog:
         raise HeaderError(refusal(fact, answer))
 
     def _meant(self, name: str) -> str | None:
-        """Return the type that a name was meant for: misspelt, of a size that is not there, or called after its GPU."""
+        """Return the type that a name was meant for, or None.
+
+        The name may be misspelt, have a size that is not there, or be that of a GPU.
+        """
         name = name.lower()
         if name in self.instances:
             return name
@@ -175,7 +182,11 @@ class Catalog:
 
 
 def project_folder() -> Path:
-    """Return the notebook's directory; a HeaderError: somebody removed it, or a record cannot hold its name."""
+    """Return the notebook's directory.
+
+    Raises:
+        HeaderError: it was removed, or its name is not UTF-8, so that no record can hold it.
+    """
     try:
         folder = Path.cwd()
         str(folder).encode()
@@ -198,7 +209,8 @@ def load_catalog(project: Path | None = None) -> Catalog:
     Raises:
         ConfigError: a file cannot be read, is not TOML, or has a key or value that is not allowed.
     """
-    home = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")  # noqa: PTH111  it never raises
+    configured = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    home = os.path.expanduser(configured)  # noqa: PTH111  unlike Path.expanduser it never raises
     catalog = Catalog()
     for folder in (Path(home) / "taas", project or project_folder()):
         path = folder / "taas.toml"
@@ -215,7 +227,11 @@ def load_catalog(project: Path | None = None) -> Catalog:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is such a file; a ConfigError: something else stands there, or it cannot be looked at."""
+    """Tell whether there is such a file.
+
+    Raises:
+        ConfigError: something else stands there, or it cannot be looked at.
+    """
     try:
         if path.is_file():
             return True
@@ -248,7 +264,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Give the values of a file by section and key."""
+    """Yield the values of a file by section and key."""
     for name, value in tables.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")

@@ -1,4 +1,4 @@
-"""Everything taas raises, in one tree.
+"""The errors of taas, in one tree.
 
 ::
 
@@ -16,7 +16,7 @@
     │   └── RunStopped            somebody stopped a run that was given to taas.submit
     ├── DamagedAnswer             what a background run left on disk is cut off
     ├── CannotRehearse            (RuntimeError) this needs a real GPU
-    ├── CannotAdopt               (RuntimeError) this launcher or wrapper cannot use the ranks that are there
+    ├── CannotAdopt               (RuntimeError) this launcher or wrapper cannot use the ranks
     │   └── RanksDisagree         ranks that had to do the same did different things
     ├── StorageDenied             (PermissionError) only rank 0 writes the project
     └── DeliveryError             a registered DataLoader cannot be delivered
@@ -34,7 +34,7 @@ class TaasError(Exception):
 
 
 class _NoLine:
-    """An error that no line of the cell raised: IPython shows its message alone, without frames of taas."""
+    """An error that no line of the cell raised: IPython shows its message without frames."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
@@ -105,11 +105,11 @@ class CellFailed(RunFailed):
 
 
 class RunLost(_NoLine, RunFailed):
-    """A process of taas itself was killed: an agent, its forkserver, the supervisor, or a whole VM."""
+    """A process of taas was killed: an agent, its forkserver, the supervisor, or a whole VM."""
 
 
 class RunStopped(_NoLine, RunFailed):
-    """Somebody stopped the run, by its handle, by ``%taas stop``, or by the end of what it waited for."""
+    """Somebody stopped the run: by its handle, or by ``%taas stop``."""
 
 
 class DamagedAnswer(_NoLine, TaasError):

@@ -1,4 +1,4 @@
-"""A cell with a header becomes a run: what it needs of this notebook and this machine, ordered of the supervisor.
+"""Orders a run for a cell with a header: what the cell needs of notebook and machine.
 
 A ``--keep`` cell is told, too, what the notebook knows of the ranks that the last one has left.
 """
@@ -49,7 +49,7 @@ not short.
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The ranks of a run that is over, with what they have of the notebook's names."""
+    """The kept ranks of a run that is over, with the names that they hold."""
 
     record: RunRecord
     names: Kept
@@ -59,7 +59,9 @@ _kept: KeptRun | None = None
 
 
 def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunRecord | None:
-    """Run a cell in ranks and bring the results into the shell's namespace; or, with ``--background``, return its record.
+    """Run a cell in ranks, and bring its results into the shell's namespace.
+
+    With ``--background`` it returns the run's record at once.
 
     ``queue``: where other runs have the devices, it begins when they are free.
 
@@ -132,9 +134,9 @@ def _launch(
                 if spec.returned != ():  # else nothing of it will change in the notebook
                     pending.hold(record, captured, loaders)
                 return record
-            if (
-                spec.keep
-            ):  # the cell changes what they have; until then an interrupt leaves it known
+            if spec.keep:
+                # From now on the cell changes the ranks' names. Until here an interrupt leaves what
+                # is known of them as it was.
                 _kept = None
             ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:
@@ -145,7 +147,7 @@ def _launch(
 
 
 def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
-    """Return the order for data workers on this machine, or on others, that read the loaders from what was captured."""
+    """Return the order for data workers, which read the loaders from what was captured."""
     catalog = load_catalog()
     vcpus = catalog.find(DATA_VM).vcpus
     return DeliveryOrder(
@@ -168,7 +170,10 @@ def ordered(
     left: KeptRun | None,
     project: Path,
 ) -> Submit:
-    """Return the order for a run of a cell, as this notebook is now; say what of its environment cannot be sent."""
+    """Return the order for a run of a cell, from this notebook's state.
+
+    It tells the user which variables of the environment cannot be sent.
+    """
     local = engine.kind == "local"
     gpus = visible_gpus() if local else ()
     environ, unsendable = sendable_variables()
@@ -216,12 +221,15 @@ def cell_number(shell: Any) -> int:
 
 
 def notebook_path(shell: Any) -> str:
-    """Return the notebook's path, as VS Code and Jupyter's server tell it to a kernel; empty where nobody does."""
+    """Return the notebook's path; empty where neither VS Code nor Jupyter tells the kernel."""
     return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
 
 
 def debug_rank(shell: Any) -> bool:
-    """Open the debugger in the kept rank that the notebook's last error is from; returns whether that is a rank's."""
+    """Open the debugger in the kept rank that raised the notebook's last error.
+
+    It returns whether that error is a rank's.
+    """
     error = getattr(sys, "last_value", None)
     if not isinstance(error, RunFailed):
         return False

@@ -26,21 +26,25 @@ _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
 
 try:
     from taas.header.completion import header_matcher
-except (
-    ImportError
-):  # IPython 7, as on Colab: its matchers do not see the cell, so there is no Tab in headers
+except ImportError:
+    # Matchers of IPython 7, as on Colab, do not see the cell, so there is no Tab in headers.
     _MATCHERS = []
 else:
     _MATCHERS = [header_matcher]
 
 
 def _frontend() -> ModuleType:
-    """What runs and steers, loaded when it is first used: ``import taas`` is to cost less than 50 ms."""
+    """Return the module that runs and steers, which is imported at its first use.
+
+    ``import taas`` is to cost less than 50 ms.
+    """
     return importlib.import_module("taas.notebook.frontend")
 
 
 def headed_cell(lines: list[str]) -> list[str]:
-    """Turn a cell with a header into a call of :meth:`TaasMagics.run_cell`; IPython's last cleanup step.
+    """Turn a cell with a header into a call of :meth:`TaasMagics.run_cell`.
+
+    It is IPython's last cleanup step.
 
     Raises:
         SyntaxError: the cell does not compile. IPython shows one that is raised here as that of any
@@ -76,7 +80,7 @@ def _is_setup_magic(line: str) -> bool:
 
 
 def _note_setup(result: Any) -> None:
-    """After a cell: note that it is a setup cell, and has run well; or that it was one, and has lost its header since."""
+    """Note after a cell that it is a setup cell and has run well, or that it is one no more."""
     info = result.info
     first, _, rest = info.raw_cell.partition("\n")
     if _is_setup_magic(first):
@@ -102,7 +106,7 @@ class TaasMagics(Magics):
 
     @cell_magic("taas")
     def run_cell(self, line: str, cell: str) -> RunHandle | None:
-        """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, the same thing as the two header lines."""
+        """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, as the two header lines do."""
         header = find_header(cell)
         if line.strip():
             twice = "%%taas with options above #!TYPE or #pragma taas: leave one of the two out"
@@ -127,7 +131,7 @@ class TaasMagics(Magics):
 
     @line_magic("debug")
     def debug(self, line: str) -> None:
-        """IPython's ``%debug``; after a cell that failed in ranks, in the rank that did, if that was kept."""
+        """Debug as IPython's ``%debug``, or in the kept rank that raised the last error."""
         if line.strip() or not _frontend().debug_rank(self.shell):
             self._native_debug(line)
 
@@ -147,22 +151,27 @@ def activate(shell: Any) -> None:
         shell.events.register("post_run_cell", _note_setup)
         _tell_late_header(shell)
         if hasattr(shell, "kernel"):
-            from taas.notebook.comms import (
-                let_comms_travel,
-            )  # not every IPython has the package comm
+            # here, since an IPython without a kernel may lack the package comm
+            from taas.notebook.comms import let_comms_travel
 
             let_comms_travel()
 
 
 def start_ahead(shell: Any) -> None:
-    """Start what the first cell will need, if a cell loads taas: the profile's startup folder does it in every kernel."""
+    """Start what the first cell will need, if a cell of the user's loads taas.
+
+    The profile's startup folder may load it in every kernel, also in those that never train.
+    """
     if sys.displayhook is shell.displayhook:
         _frontend().start_ahead()
         _frontend().mend(shell)
 
 
 def _release_what_is_left(_result: object) -> None:
-    """After the cell that has unloaded taas: end what waits, and ranks that stay, unless it loads taas again (``%reload_ext``)."""
+    """End, after the cell that has unloaded taas, what waits for cells, and kept ranks.
+
+    They stay if the cell loads taas again (``%reload_ext``).
+    """
     shell = get_ipython()
     shell.events.unregister("post_run_cell", _release_what_is_left)
     if (
@@ -173,7 +182,7 @@ def _release_what_is_left(_result: object) -> None:
 
 
 def _tell_late_header(shell: Any) -> None:
-    """Say that the running cell has a header and loads taas itself, by which the header came too early."""
+    """Tell the user that the running cell's header came too early, since the cell loads taas."""
     cell = shell.history_manager.input_hist_raw[-1]
     if sys.displayhook is shell.displayhook and find_header(cell) is not None:
         line = "%load_ext taas" if "load_ext" in cell else "import taas"

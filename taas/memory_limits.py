@@ -1,4 +1,4 @@
-"""How much memory there is and how much is left, for this machine and for the control groups that this process is in.
+"""Memory in total and left, of this machine and of the control groups around this process.
 
 The limit of a container is that of a control group (cgroups(7)), and the machine around it may have
 far more. What a group uses counts its page cache, too: who has read a data set of 4 GB in a pod of
@@ -53,13 +53,15 @@ _SECOND = _Version(
 
 
 def memory_left() -> Memory:
-    """Return the memory of this machine, or that of the control group around this process which has least left."""
+    """Return the memory of this machine, or of a control group around this process.
+
+    It is that of which the least is left.
+    """
     machine = psutil.virtual_memory()
     found = [Memory(machine.available, machine.total)]
     for version, folder in _groups():
-        with suppress(
-            OSError, ValueError
-        ):  # the root of version 2 has no limit; "max" is no number
+        # the root of version 2 has no such file, and a group without a limit says "max"
+        with suppress(OSError, ValueError):
             found.append(_left_in(version, folder))
     tightest = min(found, key=lambda memory: memory.free)
     return Memory(max(0, tightest.free), min(tightest.total, machine.total))

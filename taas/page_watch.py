@@ -1,4 +1,4 @@
-"""Which pages of this process's own memory were written to: the kernel knows, and nobody has to read them.
+"""Tells which pages of this process were written to; the kernel knows, nobody reads them.
 
 A userfaultfd(2) of the asynchronous kind write-protects pages. The first write to one, by this
 process or by the system for it, takes the protection away; nobody is told, and nobody waits. A scan
@@ -52,7 +52,9 @@ _SCAN = struct.Struct("=12Q")
 
 
 class Watch:
-    """Pages that are watched from now on; ``inner`` says which of each span (address, end), in whole pages.
+    """Pages that are watched from now on.
+
+    ``inner`` has the whole pages of each span (address, end).
 
     What cannot be watched is left out, as are the pages at a span's edges, which it may share with
     something else. Private mappings of ``sealed`` files, by memfd_create(2)'s name for them, are
@@ -89,9 +91,8 @@ class Watch:
                     )
                     _scan(pagemap.fileno(), _PROTECT | _ALL_WATCHED, start, end, _IS_WRITTEN)
                     self._pieces.append((start, end))
-        if (
-            _has_pinned_pages()
-        ):  # what is pinned from now on is written to, as far as the system knows
+        # Pages that are pinned from now on count as written, so one look is enough.
+        if _has_pinned_pages():
             self.close()
 
     def _end(self, pieces: Iterable[Span]) -> None:
@@ -100,7 +101,10 @@ class Watch:
                 fcntl.ioctl(self._fd, _UNREGISTER, struct.pack("=2Q", start, end - start))
 
     def unwritten(self) -> list[Span]:
-        """Return the pages that nobody has written to since, neighbours joined, in order; none once it is closed."""
+        """Return the pages that were not written to since, neighbours joined, in order.
+
+        A closed watch has none.
+        """
         found: list[Span] = []
         with suppress(OSError), Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             for start, end in self._pieces:
@@ -108,7 +112,10 @@ class Watch:
         return found
 
     def close(self) -> None:
-        """Watch no longer. A forked child has the descriptor, too: without this the system would go on, and in vain."""
+        """Watch no longer.
+
+        A forked child has the descriptor, too: unless it closes it, the system goes on in vain.
+        """
         if os.getpid() == self._pid:
             self._end(self._pieces)
         fd, self._fd, self._pieces = self._fd, -1, []
@@ -158,7 +165,10 @@ def _scan(
     any_of: int = 0,
     room: int = 0,
 ) -> tuple[int, list[Span]]:
-    """Look at pages with all of some marks (but for those: without them) and any of others; return the next page, and them."""
+    """Scan for pages with all of some marks and any of others; return the next address, and them.
+
+    Marks in ``but`` have to be absent.
+    """
     found = (ctypes.c_uint64 * (3 * room))()
     at = ctypes.addressof(found) if room else 0
     fields = (
@@ -208,7 +218,10 @@ def _pieces(wanted: Iterable[Span], sealed: str) -> list[Span]:
 
 
 def _own_memory(sealed: str) -> tuple[list[Span], bool]:
-    """Return private memory of no file, or of sealed ones, neighbours joined, and whether devices may write into this process."""
+    """Return private memory that no file changes, and whether devices may write to this process.
+
+    Neighbours are joined. It is anonymous memory, or that of sealed files.
+    """
     found: list[Span] = []
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     mappings = [mapping.groups() for line in lines if (mapping := _MAPPING.fullmatch(line))]
@@ -230,7 +243,10 @@ def _has_pinned_pages() -> bool:
 
 
 def _is_pinned(start: int, end: int) -> bool:
-    """Tell whether memory may be pinned for a device: CUDA does not tell the system, and torch knows if it is in use."""
+    """Tell whether memory may be pinned for a device.
+
+    CUDA does not tell the system; torch knows, if it is in use.
+    """
     cuda = loaded("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return True

@@ -1,4 +1,4 @@
-"""What taas's own processes do, step by step: a log file for each supervisor and each agent.
+"""The log files of taas's processes: one for each supervisor and each agent.
 
 The files lie in ``<jupyter runtime dir>/taas/logs``. ``%taas doctor --report RUN`` puts those of a
 run into a report that a user attaches to a bug report. So a line holds names of messages, states of
@@ -31,7 +31,10 @@ _WORD = re.compile(r"[a-z]+( [a-z]+)?")
 
 
 def log_file(supervisor: int, agent: str = "") -> Path:
-    """Return the log file of the supervisor with this process id, or of one of its agents (``agent-0``)."""
+    """Return the log file of a supervisor, by its process id, or of one of its agents.
+
+    An agent is called ``agent-0``, for one.
+    """
     name = f"supervisor-{supervisor}"
     return runtime_folder("logs") / f"{name}{agent and f'-{agent}'}.log"
 
@@ -43,7 +46,7 @@ def log_files(supervisor: int) -> list[Path]:
 
 
 def begin(supervisor: int, agent: str = "") -> None:
-    """Let the loggers of this process write to its file; without room for it they write nothing."""
+    """Let the loggers of this process write to its file, or nowhere if there is no room."""
     logging.raiseExceptions = False  # a full disk must not cost a run
     logger = logging.getLogger("taas")
     logger.propagate = False
@@ -60,7 +63,7 @@ def begin(supervisor: int, agent: str = "") -> None:
 
 
 def how_it_broke(supervisor: int) -> str:
-    """Return the error of which a supervisor broke down, as its log has it; empty where there is none: it was killed."""
+    """Return the error that ended a supervisor, from its log; empty if it was killed."""
     try:
         text = log_file(supervisor).read_bytes()[-_LARGEST:].decode(errors="replace")
     except OSError:
@@ -82,7 +85,10 @@ def remove_old_files() -> None:
 
 
 def log_message(logger: logging.Logger, what: str, message: object) -> None:
-    """Log that a message was heard or is said, as ``what`` puts it; the name of its kind, and of what it carries."""
+    """Log the kind of a message that was heard or is sent, and of the one that it carries.
+
+    ``what`` says which of the two.
+    """
     carried = getattr(message, "said", None) or message  # an OfJob carries another message
     kind = type(carried).__name__
     words = [what, kind]

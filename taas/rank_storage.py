@@ -73,7 +73,7 @@ class Guard:
             self.table.begin_run(str(scratch), since_ns)
 
     def explain(self, error: BaseException) -> str | None:
-        """A sentence for an error that the write rule raised through C code; None when it had no part in it."""
+        """Explain an error that the write rule raised through C code; None for other errors."""
         if self.denial is None or self.table is None:
             return None
         return self.denial.explain(error) or explain_missing(error, self.table, self.denial)
@@ -152,7 +152,8 @@ def guard(
 
 def _move_temporary_files(edge: boundary.Boundary, scratch: Path) -> None:
     """Landlock denies new entries in the project's parents; the temporary directory may be one."""
-    named = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")  # noqa: S108 the default of every program
+    default = "/tmp"  # noqa: S108  it is every program's default
+    named = tempfile.tempdir or os.environ.get("TMPDIR", default)
     if boundary.resolve_beneath(edge.project, os.path.realpath(named)) is not None:
         place = scratch / "tmp"
         place.mkdir(exist_ok=True)

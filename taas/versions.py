@@ -1,4 +1,6 @@
-"""Versions of Python and libraries, compared before an agent starts on a VM, and before a rank unpickles names.
+"""Compares versions of Python and libraries between machines.
+
+An agent does so before it starts on a VM, a rank before it unpickles names.
 
 It needs nothing but the standard library, so that it can be sent to a machine without taas, which
 then can say so.
@@ -16,7 +18,10 @@ _PARTS = {"python": 2, "torch": 3, "cloudpickle": 2, "jupyter-taas": 9}
 
 
 def versions(names: Iterable[str] = COMPARED) -> dict[str, str]:
-    """Return the versions here, of Python and of some libraries: as imported, else as installed; empty where they are not."""
+    """Return this process's versions of Python and of some libraries.
+
+    They are those that are imported, else installed; empty for a library that is missing.
+    """
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -28,7 +33,10 @@ def versions(names: Iterable[str] = COMPARED) -> dict[str, str]:
 
 
 def _imported_version(name: str) -> object:
-    """Return the version that an imported library holds. It is not asked for it: a lazy module would import itself."""
+    """Return the version in an imported library's namespace.
+
+    It is not asked as an attribute: a lazy module would import itself.
+    """
     try:
         return object.__getattribute__(sys.modules.get(name), "__dict__").get("__version__")
     except AttributeError:  # it is not imported, or an object without attributes stands for it
@@ -36,7 +44,7 @@ def _imported_version(name: str) -> object:
 
 
 def differing_versions(there: dict[str, str], here: dict[str, str]) -> str:
-    """Say what differs between a VM and the notebook's machine in a way that matters; empty if nothing does.
+    """Say which version differs between a VM and the notebook's machine; empty if none does.
 
     Python has to agree in its minor version, taas, torch and cloudpickle as they are, the others in
     their major one. Builds of one release agree (``2.9.1+cu126`` and ``2.9.1``).

@@ -1,4 +1,4 @@
-"""Pieces of messages: text of others, made fit to print; the nearest thing that is allowed; another's error."""
+"""Pieces of messages: foreign text made fit to print, nearest words, causes of errors."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ ends, DEL, C1).
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """The user's text on one line: printable, and cut to ``limit`` characters."""
+    """Return the user's text on one line: printable, and cut to ``limit`` characters."""
     text = text[: limit + 1]
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def shown_path(path: str | bytes | os.PathLike[str]) -> str:
-    """A path on one line; it need not be UTF-8."""
+    """Return a path on one line; it need not be UTF-8."""
     return shown(os.fsdecode(path), 200)
 
 
 def visible(text: str) -> str:
-    """The text as a terminal may have it: with its colours, and any other command to the terminal to be read."""
+    """Return the text for a terminal: colours stay, other control characters are spelt out."""
     return _COMMANDS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
 
 
 def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The one of ``allowed`` that looks most like ``text``, or None where none is as alike as ``cutoff``."""
+    """Return the one of ``allowed`` nearest to ``text``; None if none is nearer than ``cutoff``."""
     names = list(allowed)
     found = difflib.get_close_matches(text[:60].lower(), names, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def refusal(fact: str, answer: str, allowed: str = "") -> str:
-    """The one line of a refusal: what is wrong, what to type instead, and after that what is allowed at all."""
+    """Return a refusal in one line: what is wrong, what to type, and what is allowed at all."""
     return f"{fact}: {answer}{f'; allowed is {allowed}' if allowed else ''}"
 
 
@@ -51,7 +51,7 @@ _COLUMNS, _LEFT = 80, 24
 
 
 def in_columns(rows: Iterable[tuple[str, str]]) -> str:
-    """Lay out what can be typed, and what it does, side by side in 80 columns, as a terminal has them."""
+    """Lay out what can be typed, and what it does, in two columns of an 80-column terminal."""
     lines = list[str]()
     for left, right in rows:
         typed = textwrap.wrap(left, _COLUMNS, subsequent_indent=" " * 6, break_on_hyphens=False)
@@ -65,17 +65,23 @@ def in_columns(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """A number of things: ``1 GPU``, ``8 GPUs``."""
+    """Return a number of things: ``1 GPU``, ``8 GPUs``."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def named(word: str, name: str) -> str:
-    """A name after a word, such as `` on g2.8-0``; nothing where nothing has to be named: this machine, alone, is no VM."""
+    """Return a name after a word, such as `` on g2.8-0``; empty where there is no name.
+
+    This machine, alone, has none.
+    """
     return f" {word} {name}" if name else ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, where CUDA's and Ray's go on for ten; else the error's type."""
+    """Return the first line of an error's text, else the error's type.
+
+    CUDA's and Ray's go on for ten more.
+    """
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
 
@@ -100,7 +106,7 @@ def fitting(text: str, longest: int = LONGEST) -> str:
 
 
 def fitting_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a traceback, each fitting, and shorter ones or fewer where all are too much."""
+    """Return the lines of a traceback, cut where one, or all together, are too long."""
     if len(lines) > _MOST_LINES:
         half = _MOST_LINES // 2
         lines = [*lines[:half], f"… {len(lines) - 2 * half:,} lines …", *lines[-half:]]
@@ -109,13 +115,13 @@ def fitting_lines(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def killed_by(exitcode: int) -> str:
-    """The signal in the negative exit code of a process: ``SIGTERM``, and ``SIGKILL: out of memory?``."""
+    """Return the signal of a negative exit code: ``SIGTERM``, or ``SIGKILL: out of memory?``."""
     name = signal.Signals(-exitcode).name
     return f"{name}: out of memory?" if name == "SIGKILL" else name
 
 
 def size_in_words(nbytes: float) -> str:
-    """Bytes in powers of 1000, as disks are sold: ``512 bytes``, ``3.2 MB``, ``70 GB``."""
+    """Return bytes in powers of 1000, as disks are sold: ``512 bytes``, ``3.2 MB``, ``70 GB``."""
     size = float(nbytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 999.5:
@@ -125,7 +131,7 @@ def size_in_words(nbytes: float) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0–2, 5``: what ``--rank`` and ``--output`` take, with a dash as typeset."""
+    """Return ``rank 3`` or ``ranks 0–2, 5``: as ``--output`` takes it, but with en dashes."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

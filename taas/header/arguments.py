@@ -1,4 +1,4 @@
-"""The one parser of what is typed after ``#pragma taas``, ``%%taas`` and ``%taas VERB``: words, and options of a table."""
+"""The parser of words and options after ``#pragma taas``, ``%%taas`` and ``%taas VERB``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPE_NAME = re.compile(r"[a-z]\d+\.\d+", re.ASCII)
 
 @dataclass(frozen=True)
 class Option:
-    """One row of a table of options.
+    """A row of a table of options.
 
     Attributes:
         metavar: how its value is written in help; empty for an option that takes none, as
@@ -45,7 +45,7 @@ class Option:
 
     @property
     def usage(self) -> str:
-        """How it is typed."""
+        """The option and its value, as help shows them."""
         return f"--{self.name} {self.metavar}".rstrip()
 
     @property
@@ -56,7 +56,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Line:
-    """What was typed: words, and options by name: one without a value is True, one that repeats a tuple."""
+    """The words and options of a line.
+
+    An option without a value is True; one that may be repeated is a tuple.
+    """
 
     words: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -188,7 +191,7 @@ def _wrong_value(option: Option, fact: str, near: str | None) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What may be typed for a value, and what it comes to.
+    """A kind of value: what may be typed for it, and what it comes to.
 
     Attributes:
         pattern: how its whole text looks.
@@ -243,7 +246,10 @@ _IN_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eig
 
 
 def _number_in(text: str) -> str:
-    """Find the number that a text was meant to be: ``20,480``, ``20k``, ``1e3``, ``8 GPUs``, ``four``; else nothing."""
+    """Return the number that a text was meant to be, else an empty text.
+
+    Such texts are ``20,480``, ``20k``, ``1e3``, ``8 GPUs`` and ``four``.
+    """
     plain = text.lower().replace("_", "").replace(",", "").strip("=\"' ")
     if plain in _IN_WORDS:
         return str(_IN_WORDS.index(plain))
@@ -308,7 +314,7 @@ def _counts(text: str) -> int | dict[str, int]:
 
 
 def _counts_meant(text: str) -> str:
-    """Find the numbers that a text was meant to be: ``20k``, ``train: 5, valid: 6``."""
+    """Return the numbers that a text was meant to be: ``20k``, ``train: 5, valid: 6``."""
     if not re.search("[=:]", text):
         return _number_in(text)
     return re.sub(r"[\s,;]+", ",", re.sub(r"\s*[=:]\s*", "=", text))
@@ -341,7 +347,7 @@ def ranks(*words: str) -> Kind:
 
 
 def _ranks_meant(text: str) -> str:
-    """Find the ranks that a text was meant to name: ``0, 1``, ``[0,1]``, ``0:3``, ``0..3``, ``rank 3``."""
+    """Return the ranks that a text was meant to name: ``[0,1]``, ``0:3``, ``0..3``, ``rank 3``."""
     inner = re.sub(r"ranks?|[\[\](){}'\"]", "", text.lower()).strip()
     inner = re.sub(r"\s*(?:-|–|:|\.\.+|to)\s*", "-", inner)
     return re.sub(r"[\s,;]+", ",", inner)
@@ -397,7 +403,7 @@ _OTHER_TIMES = {
 
 
 def _time_meant(text: str) -> str:
-    """Find the time that a text was meant to be: ``5 minutes``, ``2hrs``, ``1 day``, ``1:30:00``, ``500ms``."""
+    """Return the time that a text was meant to be: ``2hrs``, ``1 day``, ``1:30:00``, ``500ms``."""
     clock = re.fullmatch(r"(?:([0-9]{1,3}):)?([0-9]{1,3}):([0-9]{2})", text)
     if clock is not None:
         hours, minutes, left = (int(part or 0) for part in clock.groups())

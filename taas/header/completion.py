@@ -1,4 +1,4 @@
-"""Tab in a header line and after ``%taas``: a matcher of IPython's that lets no other one speak there."""
+"""Tab completion in a header line and after ``%taas``, by a matcher that suppresses others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
 def offers(line: str) -> tuple[str, dict[str, str]]:
-    """Return the text that is completed at the end of a line, and what it may become, with what each of that means."""
+    """Return the word at the end of a line, and what may complete it, each with its meaning."""
     *before, word = re.split(r"[\s=]+", line)
     allowed: Mapping[str, str] = {}
     if kind := _TYPE.fullmatch(line):
@@ -58,13 +58,11 @@ def _values(option: Option) -> dict[str, str]:
 
 @context_matcher(identifier="taas", priority=100)
 def header_matcher(context: Any) -> dict[str, Any]:
-    """Complete a header line, or a line with ``%taas`` (IPython's matchers, second version of their interface)."""
+    """Complete a header line or a ``%taas`` line (version 2 of IPython's matcher API)."""
     try:
         word, texts = offers(context.text_until_cursor.splitlines()[-1])
-    except (
-        IndexError,
-        TaasError,
-    ):  # nothing is typed; or taas.toml is wrong: the cell says so when it is executed
+    except (IndexError, TaasError):
+        # nothing is typed, or taas.toml is wrong, which the cell says when it is executed
         return {"completions": [], "suppress": False}
     return {
         # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at

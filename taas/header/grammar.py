@@ -1,4 +1,4 @@
-"""The cell header's grammar: text to `RunSpec`, or a one-line `HeaderError`.
+"""The grammar of the cell header: from text to `RunSpec`, or to a one-line `HeaderError`.
 
 ::
 
@@ -32,7 +32,9 @@ from taas.wording import counted, nearest, refusal, shown
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderText:
-    """A header as found in a cell, not yet judged: what stands after ``#!`` and ``#pragma taas``, or why it cannot be one.
+    """A header as found in a cell, not yet judged.
+
+    It has what stands after ``#!`` and ``#pragma taas``, or why it cannot be a header.
 
     Of a ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed
     there.
@@ -59,7 +61,7 @@ _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
 def find_header(cell: str) -> HeaderText | None:
-    """The header of a cell, or None for an ordinary cell. Never raises.
+    """Return the header of a cell, or None for an ordinary cell. It never raises.
 
     Cells that begin with a cell magic are ordinary, as what is in them may be another language,
     unless the magic runs Python: ``%%time`` above a header would leave the header a comment.
@@ -78,12 +80,12 @@ def find_header(cell: str) -> HeaderText | None:
 
 
 def parse_magic_line(line: str) -> HeaderText:
-    """The header that a line ``%%taas --on g2.8 --gpus 16`` stands for."""
+    """Return the header that a line ``%%taas --on g2.8 --gpus 16`` stands for."""
     return HeaderText(options=line.strip(), magic=True)
 
 
 def has_code(cell: str) -> bool:
-    """Whether anything but comments stands in a cell."""
+    """Tell whether a cell has anything but comments."""
     return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
 
 
@@ -112,7 +114,7 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
 def _out_of_order(
     head: list[str], types: list[re.Match[str]], pragmas: list[re.Match[str]]
 ) -> str | None:
-    """What is wrong with the lines of a header if not one type alone on its line, and below it one pragma."""
+    """Say what is wrong if a header is not one type alone on its line and one pragma below it."""
     beside = [
         meant for line in types if line[2] and (meant := _meant(line[2], headed=True)) is not None
     ]
@@ -127,7 +129,7 @@ def _out_of_order(
 
 
 def _nearly(comment: str, *, headed: bool) -> str | None:
-    """Why a comment that was surely meant as a pragma is none; None for an ordinary comment."""
+    """Say why a comment that was surely meant as a pragma is none; None for other comments."""
     meant = _meant(comment, headed=headed)
     if meant is None:
         return None
@@ -136,7 +138,7 @@ def _nearly(comment: str, *, headed: bool) -> str | None:
 
 
 def _meant(comment: str, *, headed: bool = False) -> str | None:
-    """The options of what was surely meant as a pragma; None for an ordinary comment.
+    """Return the options of what was surely meant as a pragma; None for other comments.
 
     It begins with ``pragma taas``, nearly as that is spelt, or with one of these words and an
     option. Where it is ``headed`` by an instance type alone, and the cell would train in one rank,
@@ -153,7 +155,7 @@ def _meant(comment: str, *, headed: bool = False) -> str | None:
 
 
 def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
-    """The problem of a header that stands below code; what is in a text of several lines is none."""
+    """Return the problem of a header below code; lines inside a text in triple quotes are none."""
     at, quotes = 0, 0
     for number, line in enumerate(cell.split("\n"), 1):
         comment = line.strip()
@@ -183,7 +185,9 @@ def parse_header(
     visible_gpus: int,
     registered: Sequence[str],
 ) -> RunSpec:
-    """Judge a header, in which ``expand`` replaces ``{name}`` and ``$name``; ``registered`` are names of loaders.
+    """Judge a header; ``expand`` replaces ``{name}`` and ``$name`` in it.
+
+    ``registered`` are the names of the registered loaders.
 
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.
@@ -209,7 +213,10 @@ def parse_header(
 
 
 def is_setup(header: HeaderText | None) -> bool:
-    """Tell whether a header is ``#pragma taas --setup``: the cell runs in the notebook, and again in each process of a run."""
+    """Tell whether a header is ``#pragma taas --setup``.
+
+    Such a cell runs in the notebook, and again in each process of a run.
+    """
     if header is None or header.problem is not None or header.instance is not None:
         return False
     try:
@@ -219,7 +226,7 @@ def is_setup(header: HeaderText | None) -> bool:
 
 
 def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
-    """A setup cell is no run: nothing that a run is asked for goes with it."""
+    """Refuse other options beside ``--setup``: a setup cell is no run."""
     if "setup" not in given:
         return
     others = [f"--{name}" for name in given if name != "setup"] + ([kind.name] if kind else [])
@@ -231,7 +238,10 @@ def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
 def _shape(
     kind: InstanceType | None, given: dict[str, Any], visible: int, before: str
 ) -> dict[str, Any]:
-    """How many VMs, ranks on each, and GPUs for each rank; an instance type is typed after ``before``."""
+    """Return the numbers of VMs, of ranks on each, and of GPUs for each rank.
+
+    ``before`` is what an instance type is typed after.
+    """
     if kind is None:
         if "gpus" not in given:
             fact = f"neither {before}TYPE nor --gpus says what the cell runs on"
@@ -254,14 +264,17 @@ def _shape(
 
 
 def _check_keep(given: dict[str, Any]) -> None:
-    """Kept ranks hold the names their notebook holds, for its next cell: they don't go on without it, nor start anew."""
+    """Refuse ``--keep`` with options by which ranks outlive their notebook or start anew.
+
+    Kept ranks hold names for their notebook's next cell.
+    """
     for other in ("background", "max-restarts", "return"):
         if "keep" in given and given.get(other):
             raise HeaderError(refusal(f"--keep with --{other}", f"leave --{other} out"))
 
 
 def _check_delivery(given: dict[str, Any], registered: Sequence[str]) -> None:
-    """Options about registered loaders need ``--cpus``, and ``--cpus`` needs a registered loader."""
+    """Check that options of registered loaders have ``--cpus``, and that a loader is registered."""
     asked = next((name for name in given if OPTIONS[name].delivers or name == "cpus"), None)
     if asked is not None and not registered:
         fact = f"--{asked}, and no DataLoader is registered"

@@ -1,4 +1,4 @@
-"""What a header may say, and what it comes to: the fields of `RunSpec`, each a row with the option that sets it.
+"""The options of a header: each is a field of `RunSpec`, with the option that sets it.
 
 Adding an option is adding a row: a field, what it takes, one line of help, and what holds without
 it. Parsing, help, Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks
@@ -34,14 +34,17 @@ from taas.wording import in_columns
 
 
 def _row(
+    about: str,
     metavar: str,
     convert: Kind | None,
-    about: str,
     default: Any,
     option: str = "",
     **more: Any,
 ) -> Any:
-    """A field that an option sets: ``--field-name``, or what ``option`` says; the rest as in `Option`."""
+    """Return a field that an option sets: ``--field-name``, or what ``option`` says.
+
+    The other arguments are those of `Option`.
+    """
     return field(
         default=default, metadata={"option": Option(option, metavar, convert, about, **more)}
     )
@@ -49,7 +52,7 @@ def _row(
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a header asks for, checked and complete; help says what the options do.
+    """What a header asks for, checked and complete; the rows' help says what the options do.
 
     Attributes:
         instance: instance type of the rank VMs; None for this machine, or what the engine has.
@@ -64,43 +67,71 @@ class RunSpec:
     vms: int = 1
     ranks_per_vm: int = 1
     gpus_per_rank: int = 1
+    # A row: what the option does; what its value is called and may be, and what holds without it.
     # fmt: off
-    data_vms: int = _row("1..8", whole(1, 8), "c1.4 VMs on which each registered DataLoader runs", 0, option="cpus",
-                         meant_by=("num-workers", "workers", "data-vms"))
-    units: int | dict[str, int] | None = _row(  # noqa: RUF009 - a field
-        "K|NAME=K,…", units, "elements taken from each registered loader in all", None, delivers=True)
-    name: str | None = _row("NAME", run_name, "what the run is called in %taas status, logs and stop", None,
-                            meant_by=("job-name", "run-name"))
-    background: bool = _row("", None, "give the prompt back at once; %taas attach brings the results", False,
-                            meant_by=("b", "bg", "d", "detach", "daemon", "async"))
-    rehearse: bool = _row("", None, "CPU ranks in place of GPUs, also where there are GPUs", False,
-                          meant_by=("dry-run", "no-gpu", "no-gpus", "no-cuda", "cpu-only", "simulate"))
+    data_vms: int = _row(
+        "c1.4 VMs on which each registered DataLoader runs",
+        "1..8", whole(1, 8), 0, option="cpus",
+        meant_by=("num-workers", "workers", "data-vms"))
+    units: int | dict[str, int] | None = _row(  # noqa: RUF009  a field, as the others are
+        "elements taken from each registered loader in all",
+        "K|NAME=K,…", units, None, delivers=True)
+    name: str | None = _row(
+        "what the run is called in %taas status, logs and stop",
+        "NAME", run_name, None,
+        meant_by=("job-name", "run-name"))
+    background: bool = _row(
+        "give the prompt back at once; %taas attach brings the results",
+        "", None, False,
+        meant_by=("b", "bg", "d", "detach", "daemon", "async"))
+    rehearse: bool = _row(
+        "CPU ranks in place of GPUs, also where there are GPUs",
+        "", None, False,
+        meant_by=("dry-run", "no-gpu", "no-gpus", "no-cuda", "cpu-only", "simulate"))
     backend: str | None = _row(
-        "|".join(BACKENDS), backend, "torch.distributed backend in place of the one the cell asks for", None)
-    max_restarts: int = _row("R", whole(0, 100), "start again up to R times when a rank or VM is lost", 0,
-                             setting="run.max_restarts", meant_by=("restarts", "retries", "retry"))
-    hang_timeout: float = _row("S", seconds, "seconds (or 5min) without progress after which the cell shows the stacks",
-                               300.0, setting="run.hang_timeout", meant_by=("timeout",))
+        "torch.distributed backend in place of the one the cell asks for",
+        "|".join(BACKENDS), backend, None)
+    max_restarts: int = _row(
+        "start again up to R times when a rank or VM is lost",
+        "R", whole(0, 100), 0, setting="run.max_restarts",
+        meant_by=("restarts", "retries", "retry"))
+    hang_timeout: float = _row(
+        "seconds (or 5min) without progress after which the cell shows the stacks",
+        "S", seconds, 300.0, setting="run.hang_timeout",
+        meant_by=("timeout",))
     output: Literal["0", "all", "none"] | tuple[int, ...] = _row(
-        "0|all|none|LIST", ranks("0", "all", "none"), "ranks whose output the cell shows, such as 0,3-5", "0",
-        setting="run.output", meant_by=("o", "log", "logs", "stdout", "verbose", "show"))
+        "ranks whose output the cell shows, such as 0,3-5",
+        "0|all|none|LIST", ranks("0", "all", "none"), "0", setting="run.output",
+        meant_by=("o", "log", "logs", "stdout", "verbose", "show"))
     returned: tuple[str, ...] | None = _row(
-        "NAME,…|none", names, "names that come back; all new and changed ones if not given", None, option="return")
-    collect: tuple[str, ...] = _row("NAME,…", names, "names of which taas.collected has every rank's value", ())
+        "names that come back; all new and changed ones if not given",
+        "NAME,…|none", names, None, option="return")
+    collect: tuple[str, ...] = _row(
+        "names of which taas.collected has every rank's value",
+        "NAME,…", names, ())
     rank_writes: Literal["discard", "deny"] = _row(
-        "discard|deny", choice("discard", "deny"), "writes of ranks other than 0", "discard",
-        setting="storage.rank_writes")
+        "writes of ranks other than 0",
+        "discard|deny", choice("discard", "deny"), "discard", setting="storage.rank_writes")
     shared: tuple[str, ...] = _row(
-        "PATH", text_of("a directory", "checkpoints"), "a directory where every rank may write; may be repeated", (),
-        setting="storage.shared", repeats=True)
-    prebuffer: int | None = _row("UNITS", whole(0), "elements made ready before the ranks start", None, delivers=True)
+        "a directory where every rank may write; may be repeated",
+        "PATH", text_of("a directory", "checkpoints"), (), setting="storage.shared", repeats=True)
+    prebuffer: int | None = _row(
+        "elements made ready before the ranks start",
+        "UNITS", whole(0), None, delivers=True)
     uneven: Literal["drop", "pad", "raise"] = _row(
-        "drop|pad|raise", choice("drop", "pad", "raise"), "an uneven last round", "drop", delivers=True)
-    keep: bool = _row("", None, "the ranks stay, with their names, for the next --keep cell", False,
-                      meant_by=("persist", "reuse", "warm", "stay"))
-    post_mortem: bool = _row("", None, "open the debugger in a rank that fails", False,
-                             meant_by=("debug", "pdb", "pm"))
-    notify: bool = _row("", None, "a notification of the browser, or a terminal's bell, when the run has ended", False)
+        "an uneven last round",
+        "drop|pad|raise", choice("drop", "pad", "raise"), "drop", delivers=True)
+    keep: bool = _row(
+        "the ranks stay, with their names, for the next --keep cell",
+        "", None, False,
+        meant_by=("persist", "reuse", "warm", "stay"))
+    post_mortem: bool = _row(
+        "open the debugger in a rank that fails",
+        "", None, False,
+        meant_by=("debug", "pdb", "pm"))
+    notify: bool = _row(
+        "a notification of the browser, or a terminal's bell, when the run has ended",
+        "", None, False)
     # fmt: on
 
     def shown_ranks(self) -> tuple[int, ...]:
@@ -126,19 +157,8 @@ _GPUS = Option(  # it sets three fields, together with the instance type
     gpus,
     "ranks, one GPU each; auto: every GPU there is (2 rehearsed ranks if none)",
     meant_by=(
-        *(
-            "n",
-            "np",
-            "g",
-            "nproc",
-            "nprocs",
-            "nproc-per-node",
-            "num-processes",
-            "num-procs",
-            "n-gpus",
-            "ngpus",
-        ),
-        *("num-gpus", "devices", "ranks", "world-size", "procs", "processes"),
+        *("n", "np", "g", "nproc", "nprocs", "nproc-per-node", "num-processes", "num-procs"),
+        *("n-gpus", "ngpus", "num-gpus", "devices", "ranks", "world-size", "procs", "processes"),
     ),
 )
 _SETUP = Option(
@@ -188,12 +208,12 @@ _SEVERAL_VMS = dict.fromkeys(
 
 
 def options_table() -> str:
-    """The options as plain text, for ``%%taas?`` and ``--help``."""
+    """Return the options as plain text, for ``%%taas?`` and ``--help``."""
     return in_columns([(option.usage, option.help) for option in (ON, *OPTIONS.values())])
 
 
 def read_options(text: str, *, magic: bool) -> dict[str, Any]:
-    """Read the options of a header or magic line, expanded; those that were not given are not in the result.
+    """Read the options of a header or magic line, expanded; those not given are left out.
 
     Raises:
         HeaderError: one line: what is wrong, what to type instead, what is allowed.
@@ -206,7 +226,11 @@ def read_options(text: str, *, magic: bool) -> dict[str, Any]:
 def spec_values(
     given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int
 ) -> dict[str, Any]:
-    """Return the fields that the header sets, or else ``taas.toml``; a HeaderError: a rank is named that the run does not have."""
+    """Return the fields that the header sets, or else ``taas.toml``.
+
+    Raises:
+        HeaderError: a rank is named that the run does not have.
+    """
     values: dict[str, Any] = {}
     for name, option in _FIELDS.items():
         said = [

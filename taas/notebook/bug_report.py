@@ -27,7 +27,11 @@ _FRAME = re.compile(r'^\s*(?:File )?"?([^\s"]*[/\\][^\s":]+\.py)"?(?::|, line )(
 
 
 def write_report(record: RunRecord, findings: Iterable[Finding], folder: Path) -> list[str]:
-    """Write the report of a run into a folder; returns lines for the user. An `EngineError` says why not."""
+    """Write the report of a run into a folder; return lines for the user.
+
+    Raises:
+        EngineError: it cannot be written there.
+    """
     path = folder / f"taas-report-{record.name}.txt"
     text = "\n".join(_sections(record, findings))
     try:

@@ -112,7 +112,12 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: tuple[Any, ...], more: dict[str, Any]) -> _Call:
-        """Tell options from the function's own arguments; a TypeError: they do not fit."""
+        """Separate options of the run from the function's own arguments.
+
+        Raises:
+            TypeError: the function does not take these arguments.
+            HeaderError: an option is one of cells only.
+        """
         if not callable(function):
             raise TypeError(f"taas.run takes a function, and a {type(function).__name__} is none")
         named, options = {}, {}
@@ -140,23 +145,23 @@ class _Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the function is called, as part of an identifier."""
+        """The function's name, or what stands for it in an identifier."""
         name = _name_of(self.function.func)
         return name if name.isidentifier() else "function"
 
     @property
     def returned(self) -> str:
-        """The name under which ranks have what the function returned."""
+        """The name that the function's value has in the ranks."""
         return f"_{self.name}_returned"
 
     @property
     def text(self) -> str:
-        """The cell."""
+        """The text of the cell."""
         return f"{self.returned} = _call_{self.name}()"
 
     @contextlib.contextmanager
     def bound_in(self, namespace: dict[str, Any]) -> Iterator[None]:
-        """Have the names of the cell in the notebook's namespace for a while, whatever they were there."""
+        """Bind the names of the cell in the notebook's namespace, and restore it afterwards."""
         ours = {f"_call_{self.name}": self.function, self.returned: None}
         before = {name: namespace[name] for name in ours if name in namespace}
         for name in ours:
@@ -170,7 +175,7 @@ class _Call(NamedTuple):
             namespace.update(before)
 
     def spec(self, shell: Any, **fixed: Any) -> RunSpec:
-        """Judge the options by the header's own table; a HeaderError says what to type instead."""
+        """Read the options by the header's own table; a HeaderError says what to type instead."""
         words = []
         for name, value in self.options.items():
             words += _words_of(name, value)
@@ -185,7 +190,7 @@ class _Call(NamedTuple):
 
 
 def _words_of(option: str, value: Any) -> list[str]:
-    """Return how a header says a keyword argument: ``output=[0, 3]`` is ``--output 0,3``."""
+    """Return a keyword argument as words of a header: ``output=[0, 3]`` is ``--output 0,3``."""
     if value is None or value is False:
         return []
     if value is True:
@@ -211,7 +216,10 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 def _check_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Raise a TypeError where a function does not take these arguments; a misspelt option is one that it does not take."""
+    """Raise a TypeError if a function does not take these arguments.
+
+    A misspelt option arrives here as an argument that the function does not take.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What ranks wrote, shown where a person looks: in a notebook's cell or in a terminal.
+"""Shows what ranks wrote, in a notebook's cell or in a terminal.
 
 A front end pays for messages, not for text: 900 of them keep JupyterLab busy for a minute and a
 half. So text that comes soon after other text waits for more of it in ipykernel's streams, as a
@@ -73,12 +73,14 @@ def say(*lines: str) -> None:
 
 
 def plain_among(record: RunRecord) -> int | None:
-    """Return the rank whose output is the cell's own; None where several are shown, and each has its number."""
+    """Return the rank whose lines carry no number; None if several ranks are shown."""
     return None if len(record.cell.spec.shown_ranks()) > 1 else 0
 
 
 class _TaggedLines:
-    """The lines of several ranks on one stream, each behind its rank's number, also where one is written over, as a bar is.
+    """The lines of several ranks on one stream, each behind its rank's number.
+
+    This holds for lines that are written over, too, as progress bars are.
 
     A front end has one open line. While another rank writes, a rank's bar is taken off it, and
     comes back with the rank's next text or at the end; an open line that is no bar is ended, and
@@ -91,7 +93,7 @@ class _TaggedLines:
         self._on_screen = -1  # whose open line the front end shows
 
     def add(self, rank: int, text: str) -> str:
-        """Return what the stream has to be given so that it shows a rank's next text."""
+        """Return the text that makes the stream show this rank's next text."""
         is_shown = self._on_screen == rank
         out = [self._make_way(rank)]
         tag, line = f"[rank {rank}] ", self._open.pop(rank, "")
@@ -128,7 +130,7 @@ class _TaggedLines:
         return "\n"
 
     def end(self) -> str:
-        """Return what shows the bars that are not on the screen, once no rank will write any more."""
+        """Return the text that shows the hidden bars again, when no rank will write any more."""
         hidden = [line for rank, line in self._open.items() if rank != self._on_screen]
         self._open.clear()
         return "".join(f"\n{line}" for line in hidden)
@@ -181,11 +183,11 @@ class Screen:
                 self._write(stream, rest)
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
-        """Show what is no text, with the arguments of IPython's publisher."""
+        """Show a display, with the arguments of IPython's publisher."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Let what waits for the next thing to be shown happen now, with that thing at hand."""
+        """Do now what waits for the next output, which is at hand."""
 
 
 class CellOutput(Screen):
@@ -227,19 +229,19 @@ class CellOutput(Screen):
             self._shell.display_pub.publish(update=kind == "update", **arguments)
 
     def _clear(self, wait: bool) -> None:
-        """Clear what the cell shows: now, or with the next thing that it shows, so that nothing flickers."""
+        """Clear the cell's output: now, or with the next output, so that nothing flickers."""
         self._shell.display_pub.clear_output(wait=wait)
         self._clears_with_next = True
         if not wait:
             self.settle()
 
     def names_came(self) -> None:
-        """Let widgets among the names that came back be the notebook's."""
+        """Make widgets among the names that came back the notebook's."""
         if self._ends is not None:
             self._ends.settle()
 
     def settle(self) -> None:
-        """Let a clear that waits for the next thing to be shown happen now, with that thing at hand."""
+        """Do a clear now that waits for the next output, which is at hand."""
         if self._clears_with_next:
             self._clears_with_next = False
             self.above()

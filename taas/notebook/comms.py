@@ -1,4 +1,4 @@
-"""Widgets in ranks: what they say to their models in the front end, and the kernel's ends of these channels.
+"""Widgets in ranks: their messages to the front end, and the kernel's ends of their channels.
 
 A widget has a *comm*, a channel to its model in the front end, which draws it. What a rank's widget
 says goes where displays go, and the cell passes it on as the kernel's own. Since the rank ends with
@@ -38,7 +38,10 @@ Publish = Callable[..., None]
 
 
 class _RankComm(BaseComm):
-    """A comm whose messages go out with the rank's displays; nobody answers while the cell runs, as in a notebook."""
+    """A comm whose messages go out with the rank's displays.
+
+    No reply comes while the cell runs, as in a notebook.
+    """
 
     __qualname__ = "BaseComm"  # as the kernel's: an object that comes back is checked by it
     publish: Publish
@@ -102,7 +105,7 @@ def _end_of(comm_id: str, target_name: str) -> BaseComm:
 
 
 class KernelEnds:
-    """Passes on what the widgets of one run say.
+    """Passes on the messages of one run's widgets.
 
     Args:
         live: it is said now, and not read later: widgets of the notebook that the run changes are
@@ -143,7 +146,7 @@ class KernelEnds:
 
     @contextlib.contextmanager
     def _explained(self, said: dict[str, Any]) -> Iterator[None]:
-        """Tell the user what a widget's library raises here, once for all widgets of a kind; the run goes on."""
+        """Report an error of a widget's library, once for each kind of widget; the run goes on."""
         try:
             yield
         except Exception as error:
@@ -169,7 +172,10 @@ class KernelEnds:
 
 
 def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
-    """Make a widget on this end, as unpickling does: constructors, and what a class observes, want more than a model has."""
+    """Make a widget on this end of a comm, without its constructor, as unpickling does.
+
+    Constructors, and the observers of a class, want more than a model has.
+    """
     state = said["data"]["state"]
     # of a class that only the ranks have there is none: its model is seen, as long as the page is
     with contextlib.suppress(ImportError, KeyError):
@@ -184,7 +190,7 @@ def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
 
 
 def _set_state(widget: Any, said: dict[str, Any]) -> None:
-    """Give a widget what its model was told; those who observe it have heard in the ranks."""
+    """Set a widget's state to its model's; its observers were called in the ranks already."""
     state = said["data"]["state"]
     put_buffers = sys.modules["ipywidgets.widgets.widget"]._put_buffers
     put_buffers(state, said["data"].get("buffer_paths", ()), said["buffers"])
@@ -196,7 +202,7 @@ def _set_state(widget: Any, said: dict[str, Any]) -> None:
 
 
 def _widget_of(end: Any) -> Any:
-    """Return the widget that hears a comm; None where something else does, or nothing."""
+    """Return the widget that a comm belongs to, if any."""
     widget = getattr(end._msg_callback, "__self__", None)
     return widget if hasattr(widget, "_handle_msg") else None
 

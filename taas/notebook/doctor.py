@@ -1,4 +1,4 @@
-"""What this machine, or a Slurm cluster, has, what it lacks, and what to do about it; found by trying."""
+"""Finds out by trying what this machine, or a Slurm cluster, has and lacks, and what to do."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ _GIB = 1 << 30
 _TORCH = """
 import json, torch, torch.distributed as dist
 cuda = torch.version.cuda
+count = torch.cuda.device_count() if cuda else 0
 print(json.dumps({
-    "torch": torch.__version__, "cuda": cuda, "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(),
-    "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else [],
+    "torch": torch.__version__,
+    "cuda": cuda,
+    "gloo": dist.is_gloo_available(),
+    "nccl": dist.is_nccl_available(),
+    "gpus": [torch.cuda.get_device_name(n) for n in range(count)],
 }))
 """
 _MARKS = {"ok": "✓", "note": "!", "bad": "✗"}
@@ -51,7 +55,10 @@ print(json.dumps([os.environ["SLURMD_NODENAME"], versions(), why]))
 
 
 class Finding(NamedTuple):
-    """One line of the report: the verdict is ``ok``; ``note``: it works, with a limit; ``bad``: first something is to be done."""
+    """One line of the report.
+
+    The verdict is ``ok``, ``note`` (it works, with a limit) or ``bad`` (it must be mended first).
+    """
 
     verdict: str
     what: str
@@ -60,7 +67,10 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything a run needs on this machine. Takes some seconds: torch is asked in a process of its own."""
+    """Examine everything that a run needs on this machine.
+
+    It takes some seconds, since torch is asked in a process of its own.
+    """
     for look in (_packages, _torch, _monitoring, _machine, _write_rule):
         yield from look()
 
@@ -77,7 +87,7 @@ def as_text(findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def report(findings: Sequence[Finding], *, goes_on: bool = False) -> Shown:
-    """Show findings, a line each, with what to do below those that ask for it; ``goes_on``: there will be more."""
+    """Show findings, one a line, with advice below; ``goes_on``: more will follow."""
     rows = [(_MARKS[finding.verdict], finding.what, finding.fact) for finding in findings]
     remarks = [finding.advice and f"-> {finding.advice}" for finding in findings]
     below = plain("looking on …" if goes_on else _verdict(findings))
@@ -91,21 +101,10 @@ def _verdict(findings: Sequence[Finding]) -> str:
 
 def _packages() -> Iterable[Finding]:
     found = [f"Python {platform.python_version()} on Linux {platform.release()}, {sys.executable}"]
-    names = (
-        "jupyter-taas",
-        "ipython",
-        "ipykernel",
-        "pyzmq",
-        "msgspec",
-        "cloudpickle",
-        "psutil",
-        "ray",
-        _NVML,
-    )
-    for name in names:
-        if version := _version(
-            name
-        ):  # Ray is for many machines alone, the last one for NVIDIA's GPUs
+    needed = ("jupyter-taas", "ipython", "ipykernel", "pyzmq", "msgspec", "cloudpickle", "psutil")
+    only_for_some = ("ray", _NVML)  # for clusters, and for NVIDIA's GPUs
+    for name in (*needed, *only_for_some):
+        if version := _version(name):
             found.append(f"{name} {version}")
     yield Finding("ok", "packages", ", ".join(found))
 
@@ -121,7 +120,7 @@ def _version(name: str) -> str:
 
 
 def _monitoring(root: Path = Path("/")) -> Iterable[Finding]:
-    """Whether what GPUs do can be asked for, where there are some."""
+    """Find out whether the load of the GPUs can be read, if there are some."""
     if not present_gpus(root):
         return
     if version := _version(_NVML):

@@ -58,7 +58,7 @@ if torch.cuda.is_available():
 _SHARE = '''
 
 class _Share:
-    """A rank's share of what something yields: each element is one rank's, and all have the same number of them."""
+    """A rank's share of some elements: each is one rank's, and all ranks have equally many."""
 
     def __init__(self, elements, units=None):
         self.elements, self.left = elements, units if units is None else units // _world_size
@@ -96,7 +96,10 @@ _GENERATORS = {
 
 
 def export(record: RunRecord, folder: str) -> list[str]:
-    """Write a run's program into a folder, by default one of its name; returns lines for the user."""
+    """Write a run's program into a folder; return lines for the user.
+
+    Without a folder it is one of the run's name.
+    """
     to = Path(folder or record.name)
     if not (record.folder / PAYLOAD).exists():
         raise EngineError(
@@ -119,7 +122,10 @@ def export(record: RunRecord, folder: str) -> list[str]:
 
 
 def main(folder: str, to: str) -> None:
-    """Unpack a run's names into a new ``__main__``, and write the files; for each thing that is left out print a line."""
+    """Unpack a run's names into a new ``__main__``, and write the files.
+
+    For each thing that is left out, print a line.
+    """
     from taas.capture.arriving import unpack
     from taas.capture.payload import Payload
     from taas.delivery.loader import DeliveredLoader
@@ -185,7 +191,7 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
 
 
 def _statements(block: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements of a cell that functions and classes have not to themselves."""
+    """Yield the statements that bind names of a cell, not those of functions and classes."""
     for node in ast.iter_child_nodes(block):
         if isinstance(node, _COMPOUND):
             yield from _statements(node)
@@ -255,19 +261,17 @@ class _Program:
             self._plain["display"] = "print"
         self._waiting = [*names]
         for name in self._waiting:  # it grows
-            if name in names or (
-                name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))
-            ):
-                self._place(
-                    name, bound.get(name), names.get(name)
-                )  # else a builtin, or a name of its own
+            is_defined = name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))
+            # any other name is a builtin, or local to the code that reads it
+            if name in names or is_defined:
+                self._place(name, bound.get(name), names.get(name))
 
     def _without_magic(self, found: re.Match[str]) -> str:
         self.notes.append(f"{shown(found[2])}: not exported, it is IPython's")
         return f"{found[1]}pass  # {found[2]}"
 
     def _place(self, name: str, bound: _Bound | None, value: Any) -> None:
-        """Find the part of the program for a name."""
+        """Decide in which part of the program a name stands."""
         here = bound.node if bound else None
         if (parts := getattr(value, "taas_parts", None)) is not None:
             self._place_loader(name, parts)
@@ -291,7 +295,7 @@ class _Program:
         self._waiting += read - {*self._waiting}
 
     def _keep(self, name: str, value: Any) -> str:
-        """Take a value into the data file; returns why that is not possible."""
+        """Add a value to the data file; return why that is not possible, else an empty text."""
         try:
             pickle.dumps(value)
         except Exception as error:  # whatever its own methods raise

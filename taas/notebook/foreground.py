@@ -1,4 +1,4 @@
-"""A run begins, and its cell waits for it: what the supervisor says, what the person at the keyboard wants, the answer."""
+"""The launching cell waits for its run: it shows output, relays interrupts and takes the names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SILENCE_SECONDS = 10.0
 
 
 class Interrupts:
-    """SIGINTs, counted instead of raised in the middle of something. A context manager.
+    """Counts SIGINTs, which do not raise in the middle of something. A context manager.
 
     The second one would otherwise raise inside the clean-up of the first. In a thread other than
     the main one no signal arrives, and nothing is changed.
@@ -61,7 +61,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def raised(self, presses: int) -> Iterator[None]:
-        """Let so many more interrupts raise in the body, besides being counted."""
+        """Raise a KeyboardInterrupt in the body at the interrupt of this number."""
         self._last = self.count + presses
         try:
             yield
@@ -69,7 +69,11 @@ class Interrupts:
             self._last = sys.maxsize
 
     def check(self, supervisor: Supervised) -> None:
-        """Ask a supervisor whether it is there, from the second interrupt on; kill a silent one, and raise KeyboardInterrupt."""
+        """Check from the second interrupt on that the supervisor answers; kill a silent one.
+
+        Raises:
+            KeyboardInterrupt: the supervisor was silent, and was killed.
+        """
         now = time.monotonic()
         if self.count >= _FINAL and self.count > self._asked:
             if supervisor.heard_at >= self._asked_at:
@@ -82,7 +86,11 @@ class Interrupts:
 
 
 def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> RunRecord:
-    """Submit a run; returns its record once the supervisor has accepted it, and raises what it refused it for."""
+    """Submit a run; return its record once the supervisor has accepted it.
+
+    Raises:
+        TaasError: the supervisor has refused it.
+    """
     supervisor.say(submit)
     while True:
         for message in supervisor.hear(_LOOK_ROUND_MS):
@@ -119,7 +127,7 @@ def run_in_foreground(
 
 
 class _Foreground(RunView):
-    """A run whose cell waits for it: the cell reads the run's folder, and takes the answer when it is over."""
+    """The view of a run whose cell waits for it; it takes the names when the run is over."""
 
     def __init__(
         self, record: RunRecord, shell: Any, supervisor: Supervised, interrupts: Interrupts
@@ -158,7 +166,7 @@ class _Foreground(RunView):
         self._supervisor.say(answer)
 
     def ask(self, record: RunRecord) -> bool:
-        """One who interrupts in place of an answer means the run."""
+        """Ask the person; an interrupt in place of an answer is one of the run."""
         if self._interrupts.count:
             return False
         with self._interrupts.raised(1), contextlib.suppress(KeyboardInterrupt):
@@ -166,7 +174,7 @@ class _Foreground(RunView):
         return True
 
     def _hear(self, timeout_ms: int) -> None:
-        """Take in what the supervisor says, and what the person at the keyboard wants."""
+        """Handle messages of the supervisor, and interrupts of the person at the keyboard."""
         for message in self._supervisor.hear(timeout_ms):
             if isinstance(message, RunState) and message.record.id == self.reader.record.id:
                 self._end(message)  # that of another run was abandoned
@@ -175,7 +183,10 @@ class _Foreground(RunView):
         self._relay_interrupts()
 
     def _end(self, ended: RunState) -> None:
-        """Open the answer at once: the run's machines are free while its output is shown and its names are unpacked."""
+        """Open the answer at once, so that the run's machines are free while output is shown.
+
+        Names are unpacked after that.
+        """
         self._ended = ended
         if ended.answer is not None:
             with contextlib.suppress(OSError):  # whoever held it was killed

@@ -1,4 +1,7 @@
-"""A notebook as the verbs see it, and the start of its cells: all that `taas.magics` loads when it is first used."""
+"""The notebook's front end: it starts cells, and shows what the verbs of ``%taas`` show.
+
+`taas.magics` loads this module when it is first used.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,11 @@ _NO_FRAME = 1 << 30
 
 
 def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
-    """Run a cell in ranks; a `HeaderError` says that the header asks for what cannot be, or that nothing stands below it."""
+    """Run a cell in ranks.
+
+    Raises:
+        HeaderError: the header asks for what cannot be, or no code stands below it.
+    """
     mend(shell)
     if is_setup(header) and (why := _why_no_setup(cell)) is not None:
         raise HeaderError(why)
@@ -75,7 +82,7 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
 
 
 def mend(shell: Any) -> None:
-    """Have lines of this notebook's earlier kernels say how their runs are now, where the front end can."""
+    """Update the lines that earlier kernels' runs left in this notebook, if the front end can."""
     with contextlib.suppress(HeaderError):  # its folder was removed
         mend_lines(shell, notebook_path(shell), str(project_folder()))
 
@@ -99,7 +106,10 @@ def _why_no_setup(cell: str) -> str | None:
 
 
 def note_setup(identity: str, result: Any, text: str | None) -> None:
-    """Remember a setup cell that has run well; without a text, forget the cell, which has no such header now."""
+    """Remember a setup cell that has run well.
+
+    Without a text the cell is forgotten: it has no such header any more.
+    """
     if text is None:
         setup_cells.forget(identity)
     elif result.success:
@@ -107,7 +117,10 @@ def note_setup(identity: str, result: Any, text: str | None) -> None:
 
 
 def run_script(path: str, options: str) -> bool:
-    """Run a script as a cell, with the header in its first lines or with these options; returns whether it ended well."""
+    """Run a script as a cell; return whether it ended well.
+
+    Its header stands in its first lines, or is given as ``options``.
+    """
     try:
         text = Path(path).read_text()
     except (OSError, ValueError) as error:
@@ -160,14 +173,14 @@ class NotebookFrontend(Frontend):
             super().show_status()
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run with its ranks folded below it, updated in place where there is a front end to do so."""
+        """Show a run with its ranks folded below it; a front end updates it in place."""
         if not hasattr(self._shell, "kernel"):
             super().show_ranks(record)
         else:
             display(RunHandle(record))
 
     def show_findings(self, findings: Iterable[Finding]) -> None:
-        """Show what is found as it is found, in one table where there is a front end to update it."""
+        """Show findings as they are found; a front end updates one table."""
         if not hasattr(self._shell, "kernel"):
             super().show_findings(findings)
             return
@@ -178,7 +191,7 @@ class NotebookFrontend(Frontend):
         display.show(report(known))
 
     def screen(self, plain: int | None) -> Screen:
-        """Return this cell."""
+        """Return this cell's output."""
         return CellOutput(self._shell, plain)
 
     def attach(self, record: RunRecord) -> None:

@@ -1,4 +1,4 @@
-"""What the notebook's kernel holds of the GPUs on which ranks run: it stands there beside theirs."""
+"""GPU memory that the notebook's kernel holds beside that of the ranks on the same GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _MUCH = 1 << 30
 
 
 def said_of_kernel_memory(visible: Sequence[Gpu], of_run: Sequence[str]) -> list[str]:
-    """Return a line for each GPU of a run of which this kernel's torch has reserved more than 1 GiB; asks CUDA nothing.
+    """Return a line for each GPU of a run where this kernel's torch has reserved over 1 GiB.
+
+    It asks torch only, never CUDA.
 
     Args:
         visible: the kernel's GPUs, in CUDA's order.

@@ -1,4 +1,4 @@
-"""What a cell shows of runs, updated in place: its own run's line, above what its ranks show and ask, and ``%taas status``.
+"""Views that a cell updates in place: its own run's line, and ``%taas status``.
 
 And coming back to runs that go on by themselves, or to any other run.
 """
@@ -49,7 +49,10 @@ again.
 
 
 class UpdatedView:
-    """A view that a front end replaces in place, when its text differs; the finished notebook keeps the last one."""
+    """A view that a front end replaces in place when its text changes.
+
+    The finished notebook keeps the last one.
+    """
 
     def __init__(self, publisher: Any) -> None:
         self._publisher = publisher
@@ -70,7 +73,7 @@ def _to_be_told(record: RunRecord) -> tuple[Any, ...]:
 
 
 class RunView:
-    """A run as its cell shows it: the cell that launched it (``live``), or one that came back to it. A context manager.
+    """A run as a cell shows it: the launching cell (``live``), or one that came back to the run.
 
     Its line, with its ranks folded below it, is updated once a second, and when a person has to
     know something. Without a kernel (IPython in a terminal) an update would be one more line: there
@@ -96,7 +99,7 @@ class RunView:
         self.show_line(record, at_once=True)
 
     def show_line(self, record: RunRecord, *, at_once: bool = False, below: bool = False) -> None:
-        """Show how it is going; ``below`` what the cell shows, which was cleared."""
+        """Show the run's line; ``below`` what the cell shows, which was cleared."""
         told, self._told = self._told, _to_be_told(record)
         at_once |= told != self._told
         if self._display is not None and (at_once or below or time.monotonic() >= self._line_at):
@@ -114,11 +117,11 @@ class RunView:
         self.show_line(self.reader.look(at_once=True), at_once=True)
 
     def follow(self) -> RunRecord:
-        """Show what there is and what comes, until the run is over; returns its last record."""
+        """Show the run's output until the run is over; return its last record."""
         return follow(self.reader, self.output, self.look, self.wait, self.ask)
 
     def look(self, record: RunRecord) -> None:
-        """Show how it is going, and whoever asks something."""
+        """Show the run's line, and the ranks that ask something."""
         if record.live:  # its end is shown below all that it has printed
             self.show_line(record)
             for question in record.questions:
@@ -129,12 +132,12 @@ class RunView:
         self.reader.wait(seconds)
 
     def send(self, answer: Answer) -> None:
-        """Send a person's answer to the run's supervisor, whoever's it is."""
+        """Send a person's answer to the run's supervisor, which may be another kernel's."""
         with connections.Visit(connections.connection_of(self.reader.record)) as visit:
             visit.say(answer)
 
     def ask(self, record: RunRecord) -> bool:
-        """Ask the person what a rank wants to know next; returns whether there was something.
+        """Ask the person a rank's next question; return whether there was one.
 
         A rank keeps its turn as long as it asks on. A KeyboardInterrupt is no answer.
         """
@@ -197,14 +200,16 @@ class RunView:
             )
 
     def collect(self) -> None:
-        """Let :data:`taas.collected` have what the header asked of each rank, once the names have come."""
+        """Fill :data:`taas.collected` with what the header asked of each rank.
+
+        Call it once the names have come.
+        """
         record = self.reader.record
         if record.cell.spec.collect:
             say(*collect(record.cell.spec.collect, record.rank_folders()))
             for folder in record.rank_folders() if not record.background else ():
-                (folder / COLLECTED).unlink(
-                    missing_ok=True
-                )  # as the names of such a run, it comes once
+                # of a run in the foreground it comes once, as its names do
+                (folder / COLLECTED).unlink(missing_ok=True)
 
     def end(self) -> None:
         """Show how the run ended."""
@@ -221,7 +226,10 @@ _notified: set[str] = set()
 
 
 def notify(record: RunRecord, shell: Any) -> None:
-    """Tell a person once, if the header asks for it, that a run has ended: by the browser, or by a terminal's bell."""
+    """Notify the person once, if the header asks for it, that a run has ended.
+
+    A browser shows a notification; a terminal rings its bell.
+    """
     if not record.cell.spec.notify or record.id in _notified:
         return
     _notified.add(record.id)
@@ -233,7 +241,10 @@ def notify(record: RunRecord, shell: Any) -> None:
 
 
 def notify_at_end(record: RunRecord, shell: Any) -> None:
-    """Tell a person that a run has ended which goes on by itself; in a browser, ask now whether that may be done."""
+    """Notify the person when a background run ends, if its header asks for it.
+
+    A browser asks now whether it may do that.
+    """
     if not record.cell.spec.notify:
         return
     if hasattr(shell, "kernel"):
@@ -253,7 +264,7 @@ _mended = False
 
 
 def mend_lines(shell: Any, notebook: str, project: str) -> None:
-    """Have the page show how runs of this notebook's earlier kernels are now, where their lines stand; once.
+    """Update, once, the lines of runs that this notebook's earlier kernels have left.
 
     These lines stand as the kernels left them. A front end that runs scripts has them mended; the
     notebook's file has not.
@@ -285,7 +296,7 @@ def _mend(shell: Any, notebook: str, project: str) -> None:
 
 
 class LiveDisplay:
-    """What goes on, in the cell that asked: updated once a second by a thread of the kernel, until it is over.
+    """A view that a thread of the kernel updates once a second until what it shows is over.
 
     ``look`` returns what there is to be shown now, and whether it goes on.
     """
@@ -310,7 +321,7 @@ _newest_table: LiveDisplay | None = None
 
 
 def show_live_table(publisher: Any) -> None:
-    """Show the table of runs; a newer one takes its place, and the older one stays as it was last."""
+    """Show the table of runs, updated in place; the newest table alone goes on being updated."""
     global _newest_table
 
     def look() -> tuple[Shown, bool]:
@@ -328,7 +339,7 @@ _brought: set[str] = set()
 
 
 def what_next(record: RunRecord) -> str:
-    """Say what a person can do with a run that goes on, or has ended, by itself."""
+    """Say what a person can type about a run that goes on, or has ended, in the background."""
     name = record.name
     if record.live:
         return f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
@@ -357,15 +368,13 @@ def attach(record: RunRecord, shell: Any) -> None:
         view.end()
         given = pending.find(record)
         captured, loaders = (None, []) if given is None else (given.captured, given.loaders)
-        if (
-            loaders and (record.folder / LOADERS).exists()
-        ):  # their generators stand where the run left them
+        # the loaders' generators go on where the run left them
+        if loaders and (record.folder / LOADERS).exists():
             with os.fdopen(open_kept(record, LOADERS), "rb") as file:
                 apply_final(file.read(), loaders)
         needed = {ANSWER} if captured is not None else {ANSWER, PAYLOAD}
-        if (
-            needed <= record.files.keys() or not record.background
-        ):  # else its notices say why there are none
+        # where a background run lacks these files, its notices say why
+        if needed <= record.files.keys() or not record.background:
             _bring_names(record, shell, captured, view)
         if record.background:
             view.collect()
@@ -377,7 +386,7 @@ def attach(record: RunRecord, shell: Any) -> None:
 
 
 def _no_names_because(record: RunRecord) -> str:
-    """Say why a run has no names for this notebook; nothing where it has."""
+    """Say why a run has no names for this notebook; empty if it has some."""
     if not record.background and record.kernel == ProcessMark.of(os.getpid()):
         return f"the names of {record.name} are in this notebook since it ended"
     if not record.background:

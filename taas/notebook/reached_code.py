@@ -1,4 +1,7 @@
-"""The code that a cell may run: its own, that of the notebook's functions which it names, and of the project's files imported.
+"""Finds the code that a cell may run.
+
+It is the cell's own, that of the notebook's functions which it names, and that of the project's
+files which are imported.
 
 It is read as text, nothing is imported. So what it may do is known before a run starts, though not
 that it will.
@@ -30,9 +33,8 @@ def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list
     while waiting:
         text, folder = waiting.pop()
         found = [*_imported(text, folder, project)]
-        if (
-            folder == project
-        ):  # it may be the notebook's: a file of the project does not see its names
+        # the text may be the notebook's; a file of the project does not see the notebook's names
+        if folder == project:
             for name in {*_NAME.findall(text)} - names:
                 names.add(name)
                 for source in _sources(namespace.get(name)):
@@ -49,7 +51,7 @@ def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list
 
 
 def _read(path: Path) -> str:
-    """Read a file of the project; nothing of one that cannot be read, or that is too large to be somebody's code."""
+    """Read a file of the project; empty if that fails, or if it is too large to be code."""
     try:
         return path.read_text(errors="replace") if path.stat().st_size <= _MOST_BYTES else ""
     except OSError:
@@ -57,7 +59,7 @@ def _read(path: Path) -> str:
 
 
 def _sources(value: Any) -> Iterator[str]:
-    """Give the text of a function of the notebook, or of the functions of one of its classes."""
+    """Yield the source of a function of the notebook, or of the functions of one of its classes."""
     kind = type(value)  # isinstance would ask proxies
     if not issubclass(kind, type | types.FunctionType) or value.__module__ != "__main__":
         return
@@ -85,7 +87,7 @@ def _file_of(value: Any, project: Path) -> list[Path]:
 
 
 def _imported(text: str, folder: Path, project: Path) -> Iterator[Path]:
-    """Give the project's files that a text imports, which stands in a folder."""
+    """Yield the project's files that are imported by a text in this folder."""
     for dots, module, members, modules in _IMPORT.findall(text):
         if modules:
             for part in modules.split(","):
@@ -106,7 +108,7 @@ def _imported(text: str, folder: Path, project: Path) -> Iterator[Path]:
 
 
 def _files_named(module: str, roots: list[Path]) -> Iterator[Path]:
-    """Give the files of a module, and of the packages that it is in."""
+    """Yield the files of a module, and of the packages around it."""
     parts = module.split(".")
     for root in dict.fromkeys(roots):
         for depth in range(1, len(parts) + 1):
@@ -120,12 +122,15 @@ def _files_named(module: str, roots: list[Path]) -> Iterator[Path]:
 
 _WRAPS = re.compile(r"\bDataParallel\s*\(")
 _KNOWS_RANKS = re.compile(
-    r"Distributed|distributed|LOCAL_RANK|local_rank|\b(?:accelerate|lightning|transformers|fastai|deepspeed|ignite|composer)\b"
+    r"Distributed|distributed|LOCAL_RANK|local_rank"
+    r"|\b(?:accelerate|lightning|transformers|fastai|deepspeed|ignite|composer)\b"
 )
 
 
 def takes_first_gpu_for_its_own(cell: str, namespace: Mapping[str, Any], project: Path) -> bool:
-    """Tell whether a cell is a program for ``nn.DataParallel``, whose ``cuda:0`` is then each rank's own GPU.
+    """Tell whether a cell is a program for ``nn.DataParallel``.
+
+    Its ``cuda:0`` is then each rank's own GPU.
 
     It wraps a model so, itself or by code that it calls, and neither it nor that code numbers GPUs
     by ranks.

@@ -1,4 +1,4 @@
-"""The handle of a run that goes on by itself: of a ``--background`` cell, and of a function given to ``taas.submit``."""
+"""The handle of a background run: of a ``--background`` cell, or of ``taas.submit``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from taas.wire.clients import RunRequest
 
 
 class RunHandle:
-    """A run that goes on by itself, in the manner of :class:`concurrent.futures.Future`.
+    """A background run, in the manner of :class:`concurrent.futures.Future`.
 
     Shown, it says how it is doing, and in a notebook goes on saying so.
 
@@ -31,7 +31,10 @@ class RunHandle:
     """
 
     def __init__(self, record: RunRecord, value: str = "", *, by_rank: bool = False) -> None:
-        """Make the handle of a run; ``value``: the name under which its ranks leave what a function returned."""
+        """Make the handle of a run.
+
+        ``value``: the name of the function's returned value in the ranks.
+        """
         self.name, self.folder = record.name, record.folder
         self._record = record
         self._value, self._by_rank = value, by_rank
@@ -109,7 +112,10 @@ class RunHandle:
     # ------------------------------------------------------------ what one does to it
 
     def stop(self, *, now: bool = False) -> None:
-        """Stop the run as the interrupt button stops a cell: its ``except`` and ``finally`` run. ``now``: at once."""
+        """Stop the run as the interrupt button stops a cell: its ``except`` and ``finally`` run.
+
+        ``now``: end it at once.
+        """
         if self.done():
             return
         with connections.Visit(connections.connection_of(self._record)) as visit:
@@ -117,7 +123,7 @@ class RunHandle:
                 visit.say(RunRequest(run=self.name, what="interrupt", place="its handle"))
 
     def logs(self, rank: int = 0) -> str:
-        """Return what a rank has written until now, and what it displayed as far as that has a text."""
+        """Return what a rank has written until now, with the text form of what it displayed."""
         return "".join(self._written(rank))
 
     def _written(self, rank: int) -> Iterator[str]:
@@ -133,7 +139,7 @@ class RunHandle:
     # ------------------------------------------------------------ how it is shown
 
     def _shown(self) -> tuple[Shown, bool]:
-        """Return what there is to be shown now, and whether the run goes on."""
+        """Return the view of the run as it is now, and whether the run goes on."""
         record, name = read_record(self.folder), self.name
         if record is None:
             return plain(f"{name} was removed"), False

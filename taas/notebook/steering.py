@@ -1,4 +1,4 @@
-"""What the verbs of :mod:`taas.notebook.verbs` do, and where somebody sits who types one."""
+"""What the verbs of :mod:`taas.notebook.verbs` do, and the front ends that they are typed in."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 class Frontend:
-    """Where somebody sits who types a verb: a terminal, unless it is a notebook.
+    """The front end in which a verb is typed: a terminal, unless a subclass says otherwise.
 
     Attributes:
         kernel: process id of the notebook's kernel; 0 in a terminal.
@@ -65,27 +65,29 @@ class Frontend:
         sys.stdout.write(as_in_terminal(what.text) + "\n")
 
     def show_status(self) -> None:
-        """Show which runs go on, for as long as they do where that can be shown in place."""
+        """Show the runs that go on; where it can be updated in place, for as long as they do."""
         self.show(tables.status(read_records()))
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run's ranks, a row each, in a terminal anew each second, until the run is over or somebody has seen enough."""
+        """Show a run's ranks, a row each.
+
+        A terminal shows them anew each second, until the run is over or the person interrupts.
+        """
         terminal = sys.__stdout__ if sys.__stdout__ and sys.__stdout__.isatty() else None
         reader = RunReader(record, ())
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 shown = in_full(reader.look(at_once=True))
                 if terminal is not None:
-                    terminal.write(
-                        _CLEAR
-                    )  # not by `show`: what ranks say gives a terminal no commands
+                    # not by `show`, which spells control characters out
+                    terminal.write(_CLEAR)
                 self.show(shown)
                 if reader.over or terminal is None:
                     return
                 time.sleep(_TOP_SECONDS)
 
     def show_findings(self, findings: Iterable[Finding]) -> None:
-        """Show what is found as it is found: a look may take a minute."""
+        """Show findings as they are found, since one may take a minute."""
         for text in doctor.as_text(findings):
             sys.stdout.write(as_in_terminal(text) + "\n")
             sys.stdout.flush()
@@ -114,7 +116,7 @@ def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
 
 
 def _until_seen(record: RunRecord, ranks: Iterable[int], screen: Screen) -> RunRecord:
-    """Show what ranks write until the run is over, or somebody has seen enough; returns the run as it is then."""
+    """Show what ranks write until the run is over or the person interrupts; return its record."""
     reader = RunReader(record, ranks)
     try:
         return follow(reader, screen)
@@ -139,7 +141,9 @@ def _logs(frontend: Frontend, line: Line) -> None:
 
 
 def _only_run(frontend: Frontend) -> RunRecord:
-    """Return the run that ``stop`` without a name means: this notebook's only one, in a terminal the only one there is.
+    """Return the run that ``stop`` without a name means.
+
+    It is this notebook's only one, or in a terminal the only one there is.
 
     Raises:
         HeaderError: there is none, or there are several; other notebooks' runs are stopped by name
@@ -243,9 +247,8 @@ def _engine(frontend: Frontend, line: Line) -> None:
     else:
         choice = chosen.choose(words)
         if choice.kind != "local":
-            supervised(warm=False).say(
-                Prepare(engine=choice)
-            )  # it takes seconds to become part of a cluster
+            # ahead, since it takes seconds to become part of a cluster
+            supervised(warm=False).say(Prepare(engine=choice))
     say(f"engine: {choice.kind} {choice.address}".rstrip())
 
 
@@ -254,17 +257,24 @@ def _engine(frontend: Frontend, line: Line) -> None:
 _STARTUP_FILE = ("profile_default", "startup", "50-taas.py")
 # IPython runs it in the user's namespace: it binds no name that stays.
 _LINES = """\
-# Written by `taas install`; `taas install --undo` removes it. It loads taas into each notebook and IPython.
+# Written by `taas install`; `taas install --undo` removes it.
+# It loads taas into each notebook and each IPython.
 try:
     get_ipython().extension_manager.load_extension("taas")
 except Exception as error:
-    if getattr(error, "name", "") != "taas":  # else taas is not in this environment, which is no fault
-        print(f"taas was not loaded, so that #pragma taas is a comment here: {type(error).__name__}: {error}")
+    if getattr(error, "name", "") != "taas":  # it is no fault that an environment lacks taas
+        print(
+            "taas was not loaded, so that #pragma taas is a comment here:"
+            f" {type(error).__name__}: {error}"
+        )
 """
 
 
 def _install(frontend: Frontend, line: Line) -> None:
-    """Have IPython load taas at every start, or no longer: without it a header in a notebook that forgot it is a comment."""
+    """Write the file that makes IPython load taas at every start, or remove it.
+
+    Without it, a header is a comment in a notebook that does not load taas.
+    """
     path = Path(os.environ.get("IPYTHONDIR") or "~/.ipython", *_STARTUP_FILE).expanduser()
     try:
         if "undo" in line.options:
@@ -378,7 +388,11 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
 
 
 def do(text: str, frontend: Frontend) -> None:
-    """Do what a line says; an empty one is ``status``. A `HeaderError` says in one line what to type instead."""
+    """Do what a line says; an empty one is ``status``.
+
+    Raises:
+        HeaderError: one line that says what to type instead.
+    """
     name, *rest = split_words(text) or ["status"]
     if {"help", "--help", "-h"} & {name, *rest}:
         frontend.show(Shown(help_text(), f"<pre>{html.escape(help_text())}</pre>"))

@@ -29,7 +29,7 @@ _START_SECONDS = 60.0
 
 
 class Supervised(Wire):
-    """The wire to one supervisor, and the end of the life pipe that only this process has.
+    """The kernel's connection to one supervisor, and the end of the life pipe that only it has.
 
     Attributes:
         heard_at: when it said something last, by the monotonic clock.
@@ -55,7 +55,9 @@ class Supervised(Wire):
         self._poller.register(self._pidfd, zmq.POLLIN)
 
     def hear(self, timeout_ms: int) -> Iterator[Any]:
-        """Yield the messages there are, or those that come within the time; what is not taken stays for later.
+        """Yield the messages there are, or those that come in time.
+
+        What is not taken stays for later.
 
         Raises:
             RunLost: the supervisor is gone.
@@ -81,13 +83,16 @@ class Supervised(Wire):
 
     @property
     def usable(self) -> bool:
-        """Whether it is there for runs to come: a cleaner may have removed what it keeps in folders for temporary files."""
+        """Whether the supervisor can take new runs.
+
+        A cleaner of temporary files may have removed its socket.
+        """
         return (
             self.alive and (self._folder / SOCKET).exists() and (self._folder / CONNECTION).exists()
         )
 
     def kill(self) -> None:
-        """SIGKILL a supervisor that does not answer; all that hangs on it goes with it."""
+        """SIGKILL a supervisor that does not answer; all its processes end with it."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self.close()
@@ -165,9 +170,8 @@ def supervised(*, warm: bool) -> Supervised:
     if _ahead is not None:
         _ahead.join()
         _ahead = None
-    if (
-        _current is None or not _current.usable
-    ):  # a background run of an old one goes on, and is its last
+    # A supervisor that was usable once lives on until its background runs have ended.
+    if _current is None or not _current.usable:
         if _current is not None:
             _current.close()
         _current = Supervised(warm=warm)
@@ -175,7 +179,10 @@ def supervised(*, warm: bool) -> Supervised:
 
 
 def start_ahead() -> None:
-    """Start what the first cell will need, if that is of this machine; who needs it before it is there joins this."""
+    """Start in a thread what the first cell will need, if that runs on this machine.
+
+    Who needs the supervisor before it is there joins the thread.
+    """
     global _ahead
     with contextlib.suppress(HeaderError):  # the first cell says what is wrong
         if chosen(project_folder()).kind == "local" and _current is None and _ahead is None:
@@ -185,14 +192,13 @@ def start_ahead() -> None:
 
 def _start_idle() -> None:
     global _current
-    with contextlib.suppress(
-        EngineError, OSError
-    ):  # the cell that needs one says why there is none
+    # the cell that needs a supervisor says why there is none
+    with contextlib.suppress(EngineError, OSError):
         _current = Supervised(warm=True, idle=True)
 
 
 def release_ahead() -> None:
-    """Give back what waits for the next cell, if anything does."""
+    """Release what waits for the next cell, if anything does."""
     if _ahead is not None:
         _ahead.join()
     if _current is not None and _current.alive:

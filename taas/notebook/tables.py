@@ -34,13 +34,14 @@ newer view takes its place.
 """
 _NOTIFIES = (
     "<script>if(window.Notification){{const show=()=>{{{then}}};"
-    "Notification.permission==='granted'?show():Notification.requestPermission().then(p=>p==='granted'&&show())}}</script>"
+    "Notification.permission==='granted'?show():"
+    "Notification.requestPermission().then(p=>p==='granted'&&show())}}</script>"
 )
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The same thing twice."""
+    """A view, as plain text and as HTML."""
 
     text: str
     html: str
@@ -56,7 +57,7 @@ class Shown:
 
 
 def span(seconds: float, *, whole: bool = False) -> str:
-    """Return a length of time in words; in whole seconds it is calmer to look at, while it goes on."""
+    """Return a length of time in words; ``whole``: in whole seconds, for views that are updated."""
     if seconds < 10:
         return f"{max(seconds, 0) // 1:.0f} s" if whole else f"{max(seconds, 0):.1f} s"
     minutes, left = divmod(int(seconds), 60)
@@ -94,9 +95,8 @@ def _delivery(record: RunRecord) -> str:
     d = record.delivered
     if d is None:
         return ""
-    ready = (
-        f"{d.ready:,} ready, " if record.live else ""
-    )  # then they are of an iteration that nobody began
+    # after the end, what is ready is for an iteration that nobody began
+    ready = f"{d.ready:,} ready, " if record.live else ""
     return f"{d.delivered:,} of {d.planned:,} units, {ready}{d.rate:.0f}/s, waited {d.waited:.1f} s"
 
 
@@ -117,7 +117,7 @@ def _cell(record: RunRecord) -> str:
 
 
 def _stale(now: float) -> str:
-    """Return HTML that is seen once its time has passed: then it was not replaced, and nobody will replace it.
+    """Return HTML that becomes visible if its view has not been replaced in time.
 
     So it is after the page was loaded again, or the kernel was restarted. By CSS, since many front
     ends run no scripts.
@@ -134,7 +134,7 @@ def _stale(now: float) -> str:
 
 
 def mending(records: Sequence[RunRecord]) -> dict[str, str]:
-    """Return what has a page show, in the place of lines of earlier kernels, how these runs are now."""
+    """Return a script that replaces the lines of earlier kernels' runs by their state now."""
     lines = json.dumps({record.id: line(record).html for record in records}).replace("<", "\\u003c")
     script = (
         f"for(const [id,line] of Object.entries({lines}))"
@@ -160,7 +160,10 @@ def _cause(record: RunRecord) -> str:
 
 
 def notification(record: RunRecord) -> dict[str, str]:
-    """Return what has a browser ask whether it may notify, and when the run is over, notify; other front ends show nothing."""
+    """Return a script that asks for the permission to notify, or notifies if the run is over.
+
+    Front ends that run no scripts show nothing.
+    """
     said = json.dumps([f"{record.name} {record.outcome}", why(record)]).replace("<", "\\u003c")
     # the notebook keeps this script, and a page that opens it later runs it again
     soon = f"Date.now()/1e3<{record.ended + _NOTIFY_SECONDS:.0f}"
@@ -171,7 +174,10 @@ def notification(record: RunRecord) -> dict[str, str]:
 
 
 def facts(record: RunRecord) -> dict[str, Any]:
-    """Return a run for programs (``--json``): times in seconds since the epoch, sizes in bytes, shares in percent."""
+    """Return a run for programs (``--json``).
+
+    Times are seconds since the epoch, sizes bytes, and shares percent.
+    """
     first, spec = record.first, record.cell.spec
     plain_ones = (
         "name",
@@ -206,7 +212,7 @@ def facts(record: RunRecord) -> dict[str, Any]:
 
 
 def line(record: RunRecord, now: float | None = None, left: float | None = None) -> Shown:
-    """Show one run: a compact line, which says of when it is, with what is wrong below it.
+    """Show one run in a compact line, with the time of the line, and below it what is wrong.
 
     ``left``: seconds until it will be over.
     """
@@ -237,7 +243,7 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
 
 
 def _with_trouble(shown: Shown, record: RunRecord, trouble: Trouble) -> Shown:
-    """Add what is wrong with a run, and where its ranks stand; once it is over, where they stood."""
+    """Add to a run's view what is wrong with it, and where its ranks stand or stood."""
     said = trouble.headline if record.live else f"before it ended: {trouble.headline}"
     whole = (
         shown
@@ -384,7 +390,7 @@ def _as_in_toml(value: object) -> str:
 
 
 def types(catalog: Catalog) -> Shown:
-    """Show the instance types: what a VM of each has, and the numbers of ranks that one run may have on it."""
+    """Show the instance types: what a VM of each has, and how many ranks a run may have on it."""
     rows = [
         (
             f"#!{kind.name}",
@@ -398,12 +404,12 @@ def types(catalog: Catalog) -> Shown:
 
 
 def plain(text: str) -> Shown:
-    """Show a sentence."""
+    """Return a sentence as a view."""
     return Shown(text, f"<div>{html.escape(text)}</div>")
 
 
 def folded(key: str, summary: str, inside: str) -> str:
-    """Return HTML that opens; ``key`` tells which it is, in this view and in newer ones."""
+    """Return HTML that a click opens; ``key`` identifies it in this view and in newer ones."""
     return f'<details data-taas="{key}"><summary>{html.escape(summary)}</summary>{inside}</details>'
 
 

@@ -1,4 +1,4 @@
-"""What one can do with runs: one table, for ``%taas VERB`` in a notebook and ``taas VERB`` in a terminal.
+"""The table of verbs, for ``%taas VERB`` in a notebook and ``taas VERB`` in a terminal.
 
 What each verb does is in :mod:`taas.notebook.steering`, which is loaded when one is used.
 """
@@ -60,7 +60,10 @@ def help_text() -> str:
 
 
 def complete(line: str) -> dict[str, str]:
-    """Return what may stand where the last word of a line is, and what it means; the line begins after ``%taas``."""
+    """Return the texts that may complete the last word of a line, each with its meaning.
+
+    The line begins after ``%taas``.
+    """
     name, *rest = re.split(r"[\s=]+", line)
     verb = VERBS.get(name)
     if not rest:
@@ -79,7 +82,7 @@ def complete(line: str) -> dict[str, str]:
 
 
 def _runs(*, live: bool) -> dict[str, str]:
-    """Return the newest runs, with what became of them; ``live``: those that go on."""
+    """Return the newest runs, each with its outcome; ``live``: those that go on."""
     from taas.runs.records import read_records  # here: `import taas` is to stay cheap
 
     found = [record for record in read_records()[::-1] if record.live or not live]

@@ -1,4 +1,7 @@
-"""A run as a view that goes on: its line, and folded below it a row for each rank, which opens what that rank wrote last."""
+"""The view of a run that is updated while the run goes on: its line, and a row for each rank.
+
+The rows are folded below the line; each opens what its rank wrote last.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ class _Written(NamedTuple):
     display: Mapping[str, Any] = {}
 
     def opened(self, *, drawn: bool) -> str:
-        """Return the HTML that its row opens, ``drawn``: with the display; empty where the row says it all."""
+        """Return the HTML that the rank's row opens; empty if the row shows it all.
+
+        ``drawn``: with the rank's last display.
+        """
         picture, shown = self.display.get("image/png", ""), self.display.get("text/html", "")
         if picture:
             shown = f'<img src="data:image/png;base64,{picture}">'
@@ -47,7 +53,9 @@ class _Written(NamedTuple):
 
 
 def watched(record: RunRecord, now: float | None = None) -> Shown:
-    """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`.
+    """Show the run's line, with the time that is left if that is known, and the folded rows.
+
+    ``now``: as :func:`line` has it.
 
     While a run of many ranks goes on, this is asked for each second, and reads only what some of
     them wrote.
@@ -68,7 +76,10 @@ def in_full(record: RunRecord) -> Shown:
 
 
 def _read_each_second(record: RunRecord) -> Collection[int]:
-    """Return the ranks whose output the view that goes on reads: of many only rank 0, the odd ones, and those shown."""
+    """Return the ranks whose output the updated view reads.
+
+    Of many ranks these are rank 0, the odd ones, and those whose output the cell shows.
+    """
     everybody = range(record.cell.spec.world_size)
     if not record.live or len(everybody) < _MANY_RANKS:
         return everybody
@@ -77,7 +88,10 @@ def _read_each_second(record: RunRecord) -> Collection[int]:
 
 
 def _odd(record: RunRecord) -> list[int]:
-    """Return the ranks that ask, that stand elsewhere than most, that are stopped, or in another state than most."""
+    """Return the odd ranks.
+
+    They ask something, stand elsewhere than most, are stopped, or are in another state than most.
+    """
     odd = [asked.rank for asked in record.questions]
     if record.trouble is not None:
         odd += [rank for place in record.trouble.places if place.odd for rank in place.ranks]
@@ -87,7 +101,7 @@ def _odd(record: RunRecord) -> list[int]:
 
 
 def _written_by(record: RunRecord, which: Collection[int]) -> list[_Written | None]:
-    """Return what each rank wrote last; None: of this one it is not read."""
+    """Return what each rank wrote last; None for a rank that is not read."""
     return [
         _last_of(folder) if rank in which else None
         for rank, folder in enumerate(record.rank_folders())
@@ -102,7 +116,7 @@ def _last_of(folder: Path) -> _Written:
 
 
 def _seconds_left(record: RunRecord, rank_0: _Written | None) -> float | None:
-    """Return what rank 0's registered loaders, or its last bar of tqdm, say of the time that is left."""
+    """Return the seconds that are left, as registered loaders or rank 0's last tqdm bar say."""
     delivered = record.delivered
     if delivered is not None and delivered.planned and delivered.rate > 0:
         return (delivered.planned - delivered.delivered) / delivered.rate
@@ -138,7 +152,7 @@ def _last_line(written: _Written | None) -> str:
 
 
 def _not_read(record: RunRecord, left_out: Sequence[int]) -> Shown:
-    """Say of which ranks the rows have no output, and where it is."""
+    """Say whose output the rows lack, and how to see it."""
     return plain(
         f"{ranks_in_words(left_out)}: state and use only, in a run of so many ranks; %taas status"
         f" {record.name} shows what they print, %taas logs {record.name} --rank {left_out[0]} all"

@@ -1,1 +1,4 @@
-"""The one authority over runs: one process per kernel, which outlives it while a background run is left."""
+"""The supervisor: one process for each kernel, with authority over its runs.
+
+It outlives the kernel while a background run is left.
+"""

@@ -4,9 +4,8 @@ import os
 
 if __name__ == "__main__":
     if os.fork():
-        os._exit(
-            0
-        )  # the supervisor is nobody's child: a kernel ends its children when it is shut down
+        # A kernel that is shut down ends its children: the supervisor must not be one.
+        os._exit(0)
     os.setsid()
     from taas.supervisor.loop import main
 

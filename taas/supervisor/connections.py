@@ -1,8 +1,8 @@
-"""Where supervisors are, and the two ends of the way there: a folder of sockets each, and a file in Jupyter's runtime folder.
+"""The way to a supervisor: its folder of sockets, its connection file, and both ends of the socket.
 
-The file, 0600, holds a CURVE key pair that the supervisor lets in as a client: who can read the
-file may stop the runs, nobody else gets a word in. Kernels' connection files work the same way. A
-supervisor removes both at its end; what one has left that was killed, the next one removes.
+The file, 0600, holds a CURVE key pair that the supervisor accepts as a client's: whoever can read
+the file may stop the runs, and nobody else is heard. Kernels' connection files work the same way. A
+supervisor removes both at its end; the next one removes what a killed one has left.
 """
 
 from __future__ import annotations
@@ -71,12 +71,18 @@ def all_connections() -> list[Connection]:
 
 
 def hold_folder(folder: Path) -> None:
-    """Show that the supervisor of this folder lives, for as long as it does; tmpfiles.d(5) leaves the folder alone, too."""
+    """Lock the folder, which shows for as long as this process lives that its supervisor does.
+
+    A locked folder is also left alone by tmpfiles.d(5).
+    """
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
 
 
 def remove_folders_left(beside: Path) -> None:
-    """Remove the folders of supervisors that were killed; one that lives holds its own before it listens there."""
+    """Remove the folders of supervisors that were killed.
+
+    A supervisor that lives locks its own before it listens there.
+    """
     for folder in beside.parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, no folder, or somebody was faster
             _remove_if_left(folder)
@@ -107,7 +113,11 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def connection_of(record: RunRecord) -> Connection:
-    """Return the way to the supervisor of a run that goes on, or raise EngineError."""
+    """Return the way to the supervisor of a run that goes on.
+
+    Raises:
+        EngineError: it cannot be found.
+    """
     for connection in all_connections():
         if connection.supervisor == record.supervisor:
             return connection
@@ -137,7 +147,11 @@ class Wire:
 
 
 class Visit(Wire):
-    """A short talk with a supervisor, or an EngineError: there is no way to it from here. A context manager."""
+    """A short conversation with a supervisor; a context manager.
+
+    Raises:
+        EngineError: this process has no way to the supervisor.
+    """
 
     def __init__(self, connection: Connection) -> None:
         path = connection.endpoint.removeprefix("ipc://")
@@ -156,7 +170,11 @@ class Visit(Wire):
         self._hang_up(2000)
 
     def ask(self, message: Message, kind: type[Any]) -> Any:
-        """Send a message and return the answer of a kind, or raise EngineError."""
+        """Send a message; return the reply, which is of this kind.
+
+        Raises:
+            EngineError: there is none in time.
+        """
         self.say(message)
         deadline = time.monotonic() + deadlines.SUPERVISOR_ANSWERS
         while (left := deadline - time.monotonic()) > 0:
@@ -171,13 +189,16 @@ class Visit(Wire):
 
 
 class ControlSocket:
-    """A CURVE socket in a folder that nobody else enters, and on addresses of other machines where an engine asks for them.
+    """The supervisor's CURVE socket.
+
+    It listens in a folder that only this user enters, and on addresses that other machines reach,
+    where an engine asks for them.
 
     Attributes:
         up: what clients have to know to come in; the kernel has a key of its own.
         clients: the keys of the kernel, and of visitors who could read the connection file.
-        agents: those of agents that are let in.
-        outgoing: what was not sent yet: for whom, and the message.
+        agents: the keys of the agents that may connect.
+        outgoing: messages that were not sent yet, each with the key of its receiver.
     """
 
     def __init__(self, client_key: str, kernel: ProcessMark, folder: Path) -> None:
@@ -205,7 +226,10 @@ class ControlSocket:
         self._unreachable: dict[str, float] = {}
 
     def receive(self) -> Iterator[tuple[str, bytes, memoryview]]:
-        """Give what has come in, up to a number: the sender's public key, the way back, and the message, packed."""
+        """Yield messages that have come in, up to a number: the sender's key, route and message.
+
+        The message is packed still.
+        """
         for _ in range(_AT_ONCE):
             try:
                 route, *_, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -216,7 +240,10 @@ class ControlSocket:
             yield key, route.bytes, frame.buffer
 
     def send(self, key: str, message: Message) -> None:
-        """Send a message to the peer with a key, if it has come in; what is for agents waits for :meth:`flush`."""
+        """Send a message to the peer with this key, if it has come in.
+
+        Messages for agents wait for :meth:`flush`.
+        """
         if key in self.clients:
             self._send(key, message)
         else:
@@ -249,7 +276,10 @@ class ControlSocket:
         return since is not None and time.monotonic() > since + deadlines.LAST_WORD
 
     def listen(self, host: str) -> str:
-        """Listen on an address that other machines reach; peers that connect there have to show signs of life."""
+        """Listen on an address that other machines reach; return the endpoint.
+
+        Peers that connect there have to show signs of life.
+        """
         if host not in self._endpoints:
             set_heartbeat(self.socket)
             port = self.socket.bind_to_random_port(f"tcp://{host}")
@@ -257,7 +287,7 @@ class ControlSocket:
         return self._endpoints[host]
 
     def hide(self) -> None:
-        """Take the file away by which visitors find the way."""
+        """Remove the connection file, by which visitors find this process."""
         self._connection_file.unlink(missing_ok=True)
 
     def close(self) -> None:

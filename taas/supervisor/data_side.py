@@ -1,4 +1,6 @@
-"""The data side of a run: its coordinator, planner and data workers, from before the ranks until after them.
+"""The data side of a run: its coordinator, planner and data workers.
+
+It begins before the ranks and ends after them.
 
 The coordinator is a child of the supervisor; the planner is started by an agent of this machine,
 and worker pools by the agents of the data VMs. One that is lost is replaced; until another one is
@@ -56,15 +58,14 @@ class Phase(IntEnum):
 
     PREPARING = auto()  # the ranks wait for the first elements
     DELIVERING = auto()
-    FINISHING = (
-        auto()
-    )  # the ranks have ended, or have all they asked for: what is lost now is not missed
+    # the ranks have ended, or have all they asked for: what is lost now is not missed
+    FINISHING = auto()
     OVER = auto()  # the coordinator has said its last
     CLOSED = auto()  # its processes are being ended
 
 
 class DataSide:
-    """What the supervisor has of a delivery. ``step`` is to be called when ``fileno`` is readable.
+    """The supervisor's part of a delivery; call ``step`` when ``fileno`` is readable.
 
     Data processes print to ``log``. ``places`` is where each loader goes on if the run is started
     again: as an earlier start left it, until this one ends.
@@ -89,9 +90,9 @@ class DataSide:
         self.final = b""  # the generators' states, for the notebook
         self.failed = ""  # why nothing is delivered any more
         self.error = RunLost.__name__  # the class of taas.errors for that
-        self.lost = False  # since processes or VMs were lost, and no code of the cell had failed
-        self.planner_lost = ""  # how the planner was, where ranks are told so at their next element
-        self.deserted = False  # nobody is left who tells the ranks so
+        self.lost = False  # it failed since processes or VMs were lost, not by the cell's code
+        self.planner_lost = ""  # how the planner was lost; ranks hear it at their next element
+        self.deserted = False  # no process is left that tells the ranks of the failure
         self.delivered: Delivered | None = None
         self._reached: dict[str, ResumePoint] = {}
         self.notes: list[str] = []  # lines for the user, in order
@@ -121,7 +122,7 @@ class DataSide:
         return self._coordinator.fileno()
 
     def pids(self) -> list[int]:
-        """Return the supervisor's own children."""
+        """Return the process ids of its processes that are children of the supervisor."""
         return [self._coordinator.process.pid]
 
     @property
@@ -209,7 +210,7 @@ class DataSide:
         self._command(FinishPlans())
 
     def fail(self, why: str) -> None:
-        """Nothing can be delivered any more."""
+        """Note that nothing can be delivered any more, and why."""
         self.failed = self.failed or why
         self._command(Failed(reason=self.failed))
 
@@ -225,7 +226,7 @@ class DataSide:
             self._transfer.start(vm, self._data_process(number))
 
     def _job(self, number: int) -> int:
-        """Data processes have the jobs after those of the ranks, the planner the first."""
+        """Return a data process's job: they come after those of the ranks, the planner's first."""
         return self._submit.cell.spec.vms + number - PLANNER
 
     def has(self, vm: Vm, job: int) -> bool:
@@ -260,7 +261,7 @@ class DataSide:
         return self.phase < Phase.FINISHING and not self.failed
 
     def process_over(self, job: int, over: JobOver) -> None:
-        """A data process is gone. A worker pool is started anew; a planner's end is the run's."""
+        """Take in that a data process has ended: a worker pool is replaced, a planner is not."""
         number = job - self._job(0)
         misses, vm = self._misses, self.vms.started[number]
         self.vms.lose(number)
@@ -284,7 +285,7 @@ class DataSide:
         self._command(HostLost(vm=number, cause=cause))
 
     def lose(self, vm: Vm, how: str, *, replace: bool = True) -> None:
-        """A data VM is lost, ``how`` in words: another one takes its place, if it is to be replaced."""
+        """Take in that a data VM is lost, and how; replace it if that is asked for."""
         for number in self.vms.of(vm):
             misses = self._misses
             self.vms.lose(number)
@@ -301,7 +302,10 @@ class DataSide:
                 self._do_without(number, how.removeprefix("lost: "), vm.machine.error)
 
     def _do_without(self, number: int, why: str, error: str) -> None:
-        """A data VM cannot be had: a run that has not begun fails, another goes on with those that it has."""
+        """Take in that a data VM cannot be had.
+
+        A run that has not begun fails; another one goes on with those that it has.
+        """
         if not self.ready:
             self.failed, self.error = why, error
         elif self.vms.by_number:
@@ -326,7 +330,11 @@ class DataSide:
     # ------------------------------------------------------------ its end
 
     def close(self) -> None:
-        """End all its processes; agents say when theirs are gone, and the worker is at it until the coordinator is."""
+        """End all its processes.
+
+        The agents report when theirs have ended. The worker thread ends the coordinator, which
+        takes a while.
+        """
         self._reach(Phase.CLOSED)
         self._transfer.worker.do(self._coordinator.close, self._take_last)
 
@@ -341,7 +349,7 @@ class DataSide:
             self._end_job(number)
 
     def postpone_end(self) -> None:
-        """Somebody of the run is at work: its agents have their time from now on."""
+        """Give the agents their time anew, since something of the run still arrives."""
         self._gone_by = time.monotonic() + _END_SECONDS
 
     @property

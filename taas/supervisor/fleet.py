@@ -1,4 +1,4 @@
-"""All VMs that the supervisor has, of all engines: leased to runs, idle or with ranks that stay between them, given back."""
+"""The supervisor's VMs, of all engines: leased to runs, idle, with kept ranks, or given back."""
 
 from __future__ import annotations
 
@@ -30,18 +30,31 @@ if TYPE_CHECKING:
     from taas.supervisor.runs import Run
 
 
-_OF_ONE_CELL = (
-    "collect", "data_vms", "hang_timeout", "keep", "name", "notify", "output", "post_mortem", "prebuffer", "returned", "uneven", "units",
-)  # fmt: skip
-"""Fields of a header that may be others in each cell."""
+_OF_ONE_CELL = frozenset(
+    {
+        "collect",
+        "data_vms",
+        "hang_timeout",
+        "keep",
+        "name",
+        "notify",
+        "output",
+        "post_mortem",
+        "prebuffer",
+        "returned",
+        "uneven",
+        "units",
+    }
+)
+"""Fields of `RunSpec` in which two ``--keep`` cells may differ and still run in the same ranks."""
 _IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "project folder"}
 
 
 class Fleet:
-    """The VMs of all engines that were asked for; an engine is started when it is first asked for.
+    """The VMs of all engines; an engine is started when it is first asked for.
 
-    ``started`` is called when there are new VMs, or a new engine, ``strike`` with each VM that is
-    about to end, ``ended`` when the agents of those that were given back or lost are gone.
+    ``started`` is called when there are new VMs or a new engine, ``strike`` with each VM that is
+    about to end, and ``ended`` when the agents of VMs that were given back or lost have exited.
     """
 
     def __init__(
@@ -63,12 +76,12 @@ class Fleet:
 
     @property
     def vms(self) -> list[Vm]:
-        """All of them."""
+        """All VMs."""
         return list(self._of)
 
     @property
     def engines(self) -> list[Engine]:
-        """Those that have been asked for."""
+        """The engines that were asked for until now."""
         return list(self._engines.values())
 
     def find(self, key: str) -> Vm | None:
@@ -76,7 +89,10 @@ class Fleet:
         return self._by_key.get(key)
 
     def warm_up(self, *, idle: bool) -> None:
-        """Start a VM here: whoever starts a supervisor is about to submit a run, or ``idle``: will some time."""
+        """Start an agent on this machine, before a run is submitted.
+
+        ``idle``: no run is expected yet, so that it starts at idle priority.
+        """
         self._start(self._local, Demand(), 1, idle=idle)
 
     def prepare(self, choice: EngineChoice) -> Engine:
@@ -97,7 +113,10 @@ class Fleet:
         data: bool = False,
         idle: bool = False,
     ) -> list[Vm]:
-        """Ask an engine for VMs, in place of lost ones or not; they are up when their agents say so."""
+        """Ask an engine for VMs, as replacements of the ``lost`` ones if there are any.
+
+        They are up when their agents say so.
+        """
         up, numbers = self._control.up, range(self._count, self._count + count)
         self._count += count
         configs = []
@@ -138,7 +157,11 @@ class Fleet:
     # ------------------------------------------------------------ for runs
 
     def lease(self, run: str, submit: Submit, kept: Sequence[Vm] = ()) -> list[Vm]:
-        """Give a run the VMs for its ranks, or raise EngineError: those of ranks that were ``kept`` for it, if there are any."""
+        """Lease the VMs for a run's ranks: those of the ranks that were ``kept`` for it, if any.
+
+        Raises:
+            EngineError: the VMs cannot be had.
+        """
         for vm in kept:
             vm.run = run
         if kept:
@@ -160,7 +183,11 @@ class Fleet:
         *,
         data: bool = False,
     ) -> list[Vm]:
-        """Give a run VMs of an engine: idle ones first, then new ones, to which no idle one elsewhere may be in the way."""
+        """Lease VMs of an engine to a run: idle ones first, then new ones.
+
+        Idle VMs of a cluster that do not fit are given back first, so that they do not block new
+        ones.
+        """
         self.step()
         shares = share_gpus(self.vms, count, gpus, demand.gpus)
         leased = self._fitting(engine, demand, count, data=data)
@@ -173,7 +200,11 @@ class Fleet:
         return leased
 
     def _fitting(self, engine: Engine, demand: Demand, count: int, *, data: bool) -> list[Vm]:
-        """Return idle ones for a run: of this machine as many as there are; else a group of this shape and size, or none."""
+        """Return idle VMs for a run.
+
+        On this machine these are as many as there are; of a cluster, a whole group of this shape
+        and size, or none.
+        """
         idle = [vm for vm in self._idle if self._of[vm] is engine and vm.data == data]
         if not engine.remote:
             return idle[:count]
@@ -183,7 +214,11 @@ class Fleet:
         return list(groups[0]) if groups else []
 
     def replace(self, submit: Submit, vms: list[Vm]) -> list[Vm]:
-        """Return a run's VMs, with new ones in place of those it lost, with the GPUs those had, or raise EngineError."""
+        """Return a run's VMs, each lost one replaced by a new one, which gets the lost one's GPUs.
+
+        Raises:
+            EngineError: a new VM cannot be had.
+        """
         lost = [vm for vm in vms if vm.gone]
         if not lost:
             return vms
@@ -197,7 +232,11 @@ class Fleet:
         return [found.get(vm, vm) for vm in vms]
 
     def lease_data(self, run: str, submit: Submit, vms: list[Vm]) -> DataVms | None:
-        """Return VMs for the data of a run, if it has any: those that it has already, and others; or raise EngineError."""
+        """Return the VMs for a run's data, if it has any: those leased to it already, and new ones.
+
+        Raises:
+            EngineError: the VMs cannot be had.
+        """
         if submit.delivery is None:
             return None
         count, demand = submit.cell.spec.data_vms, demand_of(submit, DATA_VM)
@@ -212,7 +251,10 @@ class Fleet:
         )
 
     def _own(self, run: str, engine: Engine, count: int, demand: Demand) -> list[Vm]:
-        """Return so many VMs for a run's data: those that it has, and others, asked for one by one, since each may come alone."""
+        """Return this many VMs for a run's data: those leased to it already, and new ones.
+
+        New ones are asked for one at a time, since each of them may come alone.
+        """
         data = engine.remote
         own = [
             vm for vm in self._of if self._of[vm] is engine and vm.data == data and vm.run == run
@@ -228,13 +270,13 @@ class Fleet:
             return None
 
     def keep(self, run: str, vms: list[Vm], idle: float) -> None:
-        """Let a run's ranks stay on its VMs, and take its other VMs back."""
+        """Keep a run's ranks on its VMs, and take its other VMs back."""
         for vm in vms:
             vm.run = KEPT
         self.release(run, idle)
 
     def release(self, run: str, idle: float = 0.0) -> None:
-        """Take all VMs of a run back, for the next one; those elsewhere stay for ``idle`` seconds."""
+        """Take back all VMs of a run for the next one; a cluster's stay for ``idle`` seconds."""
         for vm in self._of:
             if vm.run == run:
                 vm.run, vm.gpus = None, ()
@@ -248,7 +290,11 @@ class Fleet:
         return [vm for vm in self._of if vm.run is None]
 
     def step(self) -> None:
-        """Give back who is unfit, and VMs elsewhere for which no run has come in time, or which are no whole group any more."""
+        """Give back the idle VMs that are of no use any more.
+
+        These are unfit ones, and of a cluster those that waited too long, or whose group is not
+        whole.
+        """
         now, idle = time.monotonic(), self._idle
         groups = {id(vm.group): vm.group for vm in idle if vm.remote}
         torn = {which for which, group in groups.items() if any(map(_leaves, group))}
@@ -277,7 +323,7 @@ class Fleet:
     # ------------------------------------------------------------ life and death
 
     def beat(self) -> list[Vm]:
-        """Send signs of life to remote agents, if it is time; returns the VMs that are out of reach."""
+        """Send signs of life to remote agents, if it is time; return VMs out of reach."""
         if time.monotonic() < self._next_beat:
             return []
         self._next_beat = time.monotonic() + deadlines.BEAT
@@ -287,13 +333,16 @@ class Fleet:
         return [vm for vm in self._of if self._control.is_out_of_reach(vm.key)]
 
     def lose(self, vm: Vm, how: str) -> str:
-        """Strike a VM whose agent is gone, or out of reach, as ``how`` says; returns how it ended."""
+        """Give back a VM whose agent is gone or out of reach; return how it ended.
+
+        ``how`` says it, if that is known already.
+        """
         how = how or vm.machine.how_it_ended()
         self.give_back([vm])
         return how
 
     def close(self) -> None:
-        """Give back everything."""
+        """Give back all VMs, and end all engines."""
         for vm in self._of:
             if vm.remote:
                 vm.send(Leave())
@@ -303,12 +352,12 @@ class Fleet:
 
 
 def _leaves(vm: Vm) -> bool:
-    """Whether the group of a VM elsewhere has to do without it."""
+    """Tell whether the group of a cluster's VM has to do without it."""
     return vm.gone or vm.unfit or bool(vm.machine.ending) or not vm.up
 
 
 class KeptRanks:
-    """The ranks that a notebook keeps: of its last `--keep` cell, with their VMs, until the next one or their end."""
+    """The ranks that a notebook keeps between two `--keep` cells, with their VMs."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -324,10 +373,11 @@ class KeptRanks:
             self.end(run.ranks.lost)
 
     def find(self, submit: Submit) -> Run | None:
-        """Return the run whose ranks a cell has to run in, if it has to.
+        """Return the run whose kept ranks a cell has to run in, if there is one.
 
-        RanksGone: it has left names to ranks that are not there any more; EngineError: it asks for
-        others than are there.
+        Raises:
+            RanksGone: the cell needs names that only the kept ranks had, and these are gone.
+            EngineError: the kept ranks differ from what the cell asks for.
         """
         run = self._run if submit.cell.spec.keep else None
         if submit.left_to and (run is None or run.recorder.record.id != submit.left_to):
@@ -337,13 +387,13 @@ class KeptRanks:
         return run
 
     def hand_over(self) -> None:
-        """Another run has them now."""
+        """Note that another run has the ranks now."""
         if self._run is not None:
             self._run.recorder.note(kept_ranks=None)
         self._run, self._until = None, float("inf")
 
     def end(self, why: str) -> int:
-        """End them, if there are any; returns how many."""
+        """End the kept ranks, if there are any; return how many."""
         run = self._run
         if run is None:
             return 0
@@ -353,14 +403,17 @@ class KeptRanks:
         return run.submit.cell.spec.world_size
 
     def lose(self, vm: Vm, run: Run | None, how: str) -> None:
-        """End them as some of them died on a VM; those of a run whose names are still being taken will not be kept."""
+        """End the kept ranks, since some of them died on a VM.
+
+        A run whose names are still being taken is marked: its ranks will not be kept.
+        """
         if self._run is not None and vm in self._run.vms:
             self.end(how)
         elif run is not None and run.state == "over":
             run.ranks.lost = how
 
     def step(self) -> None:
-        """End those that no cell has come for."""
+        """End the kept ranks if no cell has come for them in time."""
         if time.monotonic() > self._until:
             self.end("no cell came for the time that [keep] idle in taas.toml gives")
 

@@ -119,9 +119,8 @@ class HangWatch:
             self._progressed(self._before.get(number), rank, now - self._before_at)
             for number, rank in there.items()
         )
-        asks = bool(
-            self._run.recorder.record.questions
-        )  # a rank waits for a person, and the others for it
+        # a rank waits for a person, and the others for that rank
+        asks = bool(self._run.recorder.record.questions)
         if moved or not there or asks:
             self._quiet_since = now
         were = {number for number, rank in self._before.items() if rank.status == "stopped"}

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """All runs of one kernel; ``up`` is what that has to know."""
+    """The supervisor of one kernel's runs; ``up`` is what the kernel has to know to connect."""
 
     def __init__(self, config: SupervisorConfig, tie: KernelTie, scratch: Path) -> None:
         self._config, self._tie = config, tie
@@ -114,16 +114,17 @@ class Supervisor:
                 except Unreadable:  # a terminal's taas of another release
                     continue
                 self._hear_client(key, route, message)
-            elif (
-                vm := self._fleet.find(key)
-            ) is not None:  # else struck already: its last words came late
-                try:
-                    said = self._read_agent(data)
-                except Unreadable as error:
-                    vm.kill()
-                    self._lose_vm(vm, f"given up, since it said what nobody understands ({error})")
-                else:
-                    self._hear_agent(vm, said)
+                continue
+            vm = self._fleet.find(key)
+            if vm is None:  # it was given back, and its last words came late
+                continue
+            try:
+                said = self._read_agent(data)
+            except Unreadable as error:
+                vm.kill()
+                self._lose_vm(vm, f"given up, since it said what nobody understands ({error})")
+            else:
+                self._hear_agent(vm, said)
 
     @property
     def _in_background(self) -> bool:
@@ -133,7 +134,10 @@ class Supervisor:
         self._tie.kills(not (self._kernel_gone or self._in_background))
 
     def _lose_kernel(self) -> None:
-        """Its kernel is gone, or has let go of this process: foreground runs end, with all else where there is no other."""
+        """Take in that the kernel is gone, or has let go of this process.
+
+        Foreground runs end. Without a background run, so does this process, with all below it.
+        """
         logger.info("the kernel is gone")
         self._kernel_gone = True
         self._tie_to_kernel()
@@ -158,7 +162,7 @@ class Supervisor:
     # ------------------------------------------------------------ clients
 
     def _hear_client(self, key: str, route: bytes, message: Message) -> None:
-        """Do what the kernel, or a visitor who could read the connection file, asks for."""
+        """Act on a message of the kernel, or of a visitor who could read the connection file."""
         run = self._runs.get(getattr(message, "run", ""))
         log_message(logger, "heard from the kernel or a visitor:", message)
         match message:
@@ -185,14 +189,17 @@ class Supervisor:
                 self._let_go(run)
 
     def _release(self) -> None:
-        """Do what ``%taas release`` asked for, as soon as the names of runs that are over were taken: what they had is idle then."""
+        """Do what ``%taas release`` asked for, once no run's names are still to be taken.
+
+        What those runs had is idle then, and is given back with the rest.
+        """
         while self._releases and all(run.state != "over" for run in self._runs.values()):
             ranks = self._kept.end("%taas release, or %unload_ext taas, ended them")
             released = Released(count=self._fleet.release_idle(), ranks=ranks)
             self._worker.after(partial(self._control.reply, self._releases.pop(0), released))
 
     def _check_name(self, wanted: str | None) -> None:
-        """See that a name means one run, as long as there is something to be done to it."""
+        """Check that no other run that goes on has the wanted name, here or elsewhere."""
         others = [record for record in read_records() if record.live] if wanted else []
         owner = next((f" of {record.owner}" for record in others if record.name == wanted), "")
         if owner or wanted in self._runs or wanted in self._queue.names:
@@ -231,7 +238,7 @@ class Supervisor:
         return None
 
     def _make_run(self, submit: Submit, recorder: Recorder, kept: Run | None = None) -> Run:
-        """Lease what a run needs; where something of it cannot be had, nothing is leased.
+        """Lease what a run needs, and make it; where part of that cannot be had, nothing is leased.
 
         Raises:
             NotEnoughDevices: other runs have them.
@@ -288,7 +295,7 @@ class Supervisor:
         run.look_at_machines()
 
     def _restart(self, run: Run) -> bool:
-        """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
+        """Start a run again, with new VMs for lost ones; return whether they could be had."""
         try:
             vms = self._fleet.replace(run.submit, run.vms)
             data = self._fleet.lease_data(run.name, run.submit, vms)
@@ -362,7 +369,7 @@ class Supervisor:
             run.look_at_machines()
 
     def _look_after(self) -> None:
-        """Let nobody wait for who is out of reach, or does not end what it has to."""
+        """Give up VMs that are out of reach, or that do not end their processes in time."""
         for vm in self._fleet.beat():
             why = f" ({vm.machine.ending})" if vm.machine.ending else ""
             self._lose_vm(vm, f"lost: {vm.place} does not answer any more{why}")
@@ -392,7 +399,10 @@ class Supervisor:
         self._kept.lose(vm, run, f"their agent was {how}")
 
     def _sweep(self, times: int = SWEEPS) -> None:
-        """End what agents have left, again until there is nothing, as :func:`sweep_orphans` does."""
+        """End the processes that agents have left, until there are none.
+
+        It is what :func:`sweep_orphans` does, by the worker thread.
+        """
         own = [pid for engine in self._fleet.engines for pid in engine.pids()]
         own += [
             pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()
@@ -403,13 +413,13 @@ class Supervisor:
 
 
 def _note_failure(done: Future[None]) -> None:
-    """Log that tidying up went wrong: that is no reason to end the runs."""
+    """Log that tidying up went wrong, which is no reason to end runs."""
     if (error := done.exception()) is not None:
         logger.warning("tidying up went wrong", exc_info=error)
 
 
 def _refused(error: Exception) -> Refused:
-    """Say to a client why a run cannot begin."""
+    """Return the message that tells a client why its run cannot begin."""
     if isinstance(error, EngineError):
         refused = Refused(error=type(error).__name__, message=str(error))
     else:
@@ -420,7 +430,10 @@ def _refused(error: Exception) -> Refused:
 
 
 def _end(control: ControlSocket, fleet: Fleet) -> None:
-    """End all that there is, whatever goes wrong with one thing: at once what is here, then what engines have elsewhere."""
+    """End everything, even if one step fails.
+
+    What runs here ends first, then what engines have elsewhere.
+    """
     _linux.kill_in(deadlines.END_SUPERVISOR)
     raise_limit()
     drivers = [pid for engine in fleet.engines if engine.remote for pid in engine.pids()]

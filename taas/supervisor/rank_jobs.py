@@ -1,4 +1,4 @@
-"""A run's ranks: their jobs, one on each of its VMs, and how it goes: who was to blame, and what became of its names."""
+"""A run's ranks: their jobs, one on each VM, and the verdict on how the run ended."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 
 
 class RankJobs:
-    """The jobs of the ranks of one start of a run, by the number of their VM.
+    """The jobs of the ranks, in one start of a run, by the number of their VM.
 
     Attributes:
-        continues: these are the ranks that the VMs have kept of an earlier run, whose jobs were
-            those ``before``.
-        told: those that were started.
-        done: those that are over, or lost, or will not be started.
+        continues: the ranks are those that an earlier run, whose jobs were ``before``, has kept.
+        told: the jobs that were started.
+        done: the jobs that are over or lost, or will not be started.
         kept: the ranks that stay on each VM.
-        lost: how these ranks died since; empty while they are there.
+        lost: how kept ranks died after the run; empty while they are there.
         store: where the ranks find each other, once it is open; None after a failure, which breaks
             groups off.
     """
@@ -52,7 +51,7 @@ class RankJobs:
         self._end_by = self._patient_by = float("inf")
 
     def name(self, number: int) -> str:
-        """Return what messages call a VM of this run, such as ``g2.8-0``; empty where that is this machine, alone."""
+        """Return a VM's name in messages, such as ``g2.8-0``; empty for this machine alone."""
         if len(self.vms) == 1 and not self.vms[0].remote:
             return ""
         name = f"{self._submit.cell.spec.instance or 'vm'}-{number}"
@@ -60,7 +59,7 @@ class RankJobs:
         return f"{name} ({place})" if place else name
 
     def loss(self, number: int, how: str) -> str:
-        """Say what was lost with a VM, ``how`` in words."""
+        """Say what was lost with a VM, and how."""
         agent = f"the agent{named('of', self.name(number))} was {how}"
         if number in self.told:
             what = "its ranks" if number in self.busy else "rank 0's names"
@@ -103,7 +102,10 @@ class RankJobs:
         return counted(count, "GPU")
 
     def begin(self, delivery: Callable[[int], DeliveryConfig] | None) -> None:
-        """Start the ranks: at once where there is a store, else those of the first VM, whose agent opens one."""
+        """Start the ranks: all at once if the store is open, else first those of the first VM.
+
+        The agent of the first VM opens the store.
+        """
         self._delivery = delivery
         if self.store is not None:
             self.take_store(self.store, start=0)
@@ -113,7 +115,7 @@ class RankJobs:
         self._start(0, StoreAddress(host, secrets.token_bytes(32)))
 
     def take_store(self, store: StoreAddress, start: int = 1) -> None:
-        """The store is open: start the ranks of the VMs that wait for it."""
+        """Start the ranks of the VMs that wait for the store, which is open now."""
         self.store = store
         for number in range(start, len(self.vms)):
             if number not in self.done:
@@ -153,24 +155,27 @@ class RankJobs:
         return {number: self.vms[number] for number in sorted(self.told - self.done)}
 
     def may_say(self, vm: Vm, job: int, said: JobSays) -> bool:
-        """Whether it is this VM's job that is spoken of, and a rank of it."""
+        """Tell whether what is said is about a job, and a rank, of this VM."""
         rank = getattr(said, "rank", None)
         own = rank is None or rank // self._submit.cell.spec.ranks_per_vm == job
         return own and 0 <= job < len(self.vms) and self.vms[job] is vm
 
     def tell(self, number: int, said: JobHears) -> None:
-        """Say something of a job to its agent."""
+        """Send a message about a job to its agent."""
         self.vms[number].send(OfJob(run=self._run.name, job=number, said=said))
 
     def answer(self, answer: Answer) -> None:
-        """Hand on what somebody answers to a rank's question."""
+        """Pass on a person's answer to a rank's question."""
         number = answer.rank // self._submit.cell.spec.ranks_per_vm
         if number in self.busy:
             self.tell(number, answer)
 
     @property
     def notice(self) -> str:
-        """Why VMs will be taken away soon: the cell may still save what it has. Who may start again goes on until then."""
+        """Why VMs will be taken away soon, so that the cell may still save what it has.
+
+        Empty for a run that may start again, which goes on until then.
+        """
         spec = self._submit.cell.spec
         again = not spec.keep and self._run.restarts < spec.max_restarts
         return (
@@ -179,7 +184,7 @@ class RankJobs:
 
     @property
     def stay(self) -> tuple[RankKept, ...]:
-        """The ranks that stay: all of them, wherever they are, or none."""
+        """The kept ranks: all ranks of the run, or none."""
         everywhere = all(self.kept.get(number) for number in range(len(self.vms)))
         return tuple(rank for ranks in self.kept.values() for rank in ranks) if everywhere else ()
 
@@ -189,7 +194,10 @@ class RankJobs:
         return len(self.done) == len(self.vms)
 
     def end(self, how: How, *, names: bool, begun: bool) -> None:
-        """Let all ranks end (:class:`taas.wire.agents.EndJob`). Where none has ``begun`` the cell, nothing has to be finished."""
+        """End all ranks, as :class:`taas.wire.agents.EndJob` says.
+
+        Where no rank has ``begun`` the cell, nothing has to be finished.
+        """
         by = time.monotonic() + deadlines.END_RANKS
         if how == "now":
             self._end_by = min(self._end_by, by)
@@ -200,14 +208,14 @@ class RankJobs:
             self.tell(number, EndJob(how=how, names=names))
 
     def postpone_end(self) -> None:
-        """Somebody of the run is at work: its agents have their time from now on."""
+        """Give the agents their time anew, since something of the run still arrives."""
         by, never = time.monotonic() + deadlines.END_RANKS, float("inf")
         self._end_by = by if self._end_by < never else never
         self._patient_by = by if self._patient_by < never else never
 
     @property
     def overdue(self) -> list[Vm]:
-        """The VMs that have not ended in time what had to be ended.
+        """The VMs that have not ended their ranks in time.
 
         Until all has to end now, a VM elsewhere may take its time: what the cell wrote there has to
         come home.
@@ -216,7 +224,7 @@ class RankJobs:
         return [vm for vm in self.busy.values() if now > (self._end_by if vm.remote else here)]
 
     def forget(self) -> None:
-        """Tell the agents that nobody needs what they hold."""
+        """Tell the agents to forget the jobs: nobody needs what they hold."""
         for number in range(len(self.vms)):
             self.tell(number, JobRequest(what="forget"))
 
@@ -234,15 +242,15 @@ class Findings:
         started: the ranks that have begun the cell.
         ended: how ranks have ended, as they or their agents said.
         answer: rank 0's names, if they came.
-        notices: what the cell says when it is over.
-        kept: what it says then of writes of ranks other than 0.
-        presses: how often a person interrupted it.
-        interrupted: a person did, or its client is gone, before it had failed.
-        let_go: its client takes no names of it.
-        stopped: from where that was, if it was not its own cell.
-        lost: which VM, and how.
-        trouble: what else keeps it from going on.
-        error: the class of :mod:`taas.errors` that tells of these two.
+        notices: what the cell says when the run is over.
+        kept: what the cell says then about writes of ranks other than 0.
+        presses: how often a person interrupted the run.
+        interrupted: a person interrupted it, or its client is gone, before it had failed.
+        let_go: its client takes no names from it.
+        stopped: from where it was interrupted, if not from its own cell.
+        lost: which VM was lost, and how.
+        trouble: what else keeps the run from going on.
+        error: the class of :mod:`taas.errors` for ``lost`` and ``trouble``.
     """
 
     def __init__(self, spec: RunSpec, ranks: RankJobs) -> None:
@@ -284,7 +292,11 @@ class Findings:
 
     @property
     def verdict(self) -> Verdict:
-        """How the run ended; kept ranks that were lost before one of them began the cell are gone: it runs in new ones."""
+        """How the run ended.
+
+        Where kept ranks were lost before any of them began the cell, they are gone (`RanksGone`),
+        and the cell runs in new ones.
+        """
         verdict = self._verdict()
         lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
         if not lost or self.error != RunLost.__name__:
@@ -320,7 +332,10 @@ class Findings:
         )
 
     def _after_interrupt(self, failed: list[RankEnded]) -> str:
-        """Say who interrupted, and what failed while the cell was finishing: what it would have saved is not."""
+        """Say who interrupted the run, and what failed while its cell was finishing.
+
+        What that would have saved is lost.
+        """
         own = [
             ended
             for ended in failed
@@ -346,7 +361,10 @@ class Findings:
         return f"no names came back: rank 0 {ended.message}"
 
     def _left_before(self, first: RankEnded) -> str:
-        """Name the ranks that had ended well when a collective of the first one failed: it may have missed them."""
+        """Name the ranks that had ended well before the first rank's collective failed.
+
+        That collective may have missed them.
+        """
         if not failed_in_collective(first):
             return ""
         done = [ended for ended in self.ended.values() if ended.outcome == "done"]
@@ -354,7 +372,7 @@ class Findings:
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
 
     def _waited_for(self, first: RankEnded, undone: list[RankEnded]) -> list[RankEnded]:
-        """Return the ranks whose only fault is that a collective of theirs missed the first one."""
+        """Return the ranks that failed only because the first one was missing in a collective."""
         if failed_in_collective(first):  # whom it missed is another question
             return []
         return [
@@ -364,7 +382,7 @@ class Findings:
         ]
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
-        """Return what failed first, among ranks that may have failed because of each other.
+        """Return the rank that failed first; others may have failed because of it.
 
         The earliest wins, but for a rank that died: its peers' collectives fail at once, while its
         own death is stamped when its agent sees it.

@@ -1,4 +1,4 @@
-"""Who writes the record of a run into the run's folder (runs/records.py), and nobody else does."""
+"""The only writer of a run's record (runs/records.py), in the run's folder."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ logger = logging.getLogger(__name__)
 _RESERVE_BYTES = 64 << 10
 _EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size
 _CURVE_PARTS, _MOST_LOOKS = 12, 512
-_USE_SECONDS = (
-    1.0  # between two records of what ranks use: there may be many VMs, and each speaks for itself
-)
+_USE_SECONDS = 1.0
+"""Between two records of what ranks use: each of many VMs reports on its own."""
 
 
 class Recorder:
-    """Writes the record of one run, and holds the run's payloads: in its ``submit`` they are as they are held here.
+    """Writes the record of one run, and holds descriptors of the run's payloads.
+
+    In its ``submit`` the payloads are those descriptors of this process.
 
     Raises:
         OSError: a payload's holder is gone, or there is no room for the run's folder; nothing is
@@ -85,13 +86,15 @@ class Recorder:
 
     @property
     def _reserve(self) -> Path:
-        """A file that holds room on the disk for the record's last version, however full the run makes it."""
+        """A file that reserves room on the disk for the record's last version.
+
+        The run may fill the disk before that is written.
+        """
         return self.record.folder / "reserve"
 
     def _write(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk: the run goes on, and its client is told of the end
+        # on a full disk the run goes on, and its client is told of the end
+        with contextlib.suppress(OSError):
             write_record(self.record)
 
     def note(self, **changes: Any) -> None:
@@ -104,7 +107,7 @@ class Recorder:
             self._write()
 
     def take(self, said: Asking | RanksUse) -> None:
-        """Write down what a rank asks now, or that it asks nothing; or what the ranks of a VM use."""
+        """Write down what a rank asks, if anything, or what the ranks of a VM use."""
         if isinstance(said, Asking):
             others = [one for one in self.record.questions if one.rank != said.rank]
             self.note(questions=(*others, said) if said.number else tuple(others))
@@ -122,7 +125,10 @@ class Recorder:
                 del self._busy[1::2]
 
     def begin_again(self, number: int, loss: str) -> None:
-        """Write down that the run starts again, and what was lost; files that the earlier start left count no more."""
+        """Write down that the run starts again, and what was lost.
+
+        Files that the earlier start left do not count any more.
+        """
         self.record.files.clear()
         used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
         losses = (*self.record.losses, f"{loss}; started again ({used})")
@@ -149,7 +155,7 @@ class Recorder:
         )
 
     def _curve(self) -> tuple[int, ...]:
-        """Return how busy the ranks were; what was seen last holds until something else was."""
+        """Return how busy the ranks were over time, in a few steps."""
         if not self._busy:
             return ()
         begin = self._busy[0][0]
@@ -159,7 +165,7 @@ class Recorder:
         return tuple(round([share for at, share in self._busy if at <= then][-1]) for then in times)
 
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
-        """Keep what `%taas export` needs, and of a background run what `%taas attach` will bring; any thread may.
+        """Keep what `%taas export` and, of a background run, `%taas attach` need; in any thread.
 
         That is rank 0's names, with the payload they refer to, and where the delivery left the
         generators of the registered loaders. Returns what went wrong.
@@ -170,9 +176,8 @@ class Recorder:
                     keep(self.record, PAYLOAD, self.submit.payload.fd)
             return ()
         if loaders:
-            with contextlib.suppress(
-                OSError
-            ):  # the disk is full: the generators stay where they are
+            # on a full disk the notebook's generators stay where they are
+            with contextlib.suppress(OSError):
                 keep(self.record, LOADERS, loaders)
         if answer is None:
             return ()
@@ -190,7 +195,7 @@ class Recorder:
         return ()
 
     def close(self) -> None:
-        """Give the payloads' memory back."""
+        """Close the descriptors of the payloads, which gives their memory back."""
         while self._held:
             os.close(self._held.pop())
 

@@ -1,4 +1,4 @@
-"""Runs that wait for devices which other runs have: those of ``taas.submit``, in the order in which they came.
+"""The queue of ``taas.submit``: runs that wait for devices, in the order of their submission.
 
 A run that waits has its record, and holds its payload; it has no VM. It can be stopped, and it
 outlives the kernel, as any run in the background does.
@@ -25,14 +25,14 @@ _LOOK_SECONDS = 1.0
 
 
 class Waiting(NamedTuple):
-    """A run that waits."""
+    """A run that waits for devices."""
 
     submit: Submit
     recorder: Recorder
 
 
 class RunQueue:
-    """The runs that wait, the first first."""
+    """The runs that wait, in their order."""
 
     def __init__(self) -> None:
         self._runs: deque[Waiting] = deque()
@@ -40,7 +40,7 @@ class RunQueue:
 
     @property
     def names(self) -> set[str]:
-        """Their names."""
+        """The names of the runs that wait."""
         return {run.recorder.record.name for run in self._runs}
 
     def check_room(self) -> None:
@@ -52,30 +52,30 @@ class RunQueue:
             )
 
     def add(self, submit: Submit, recorder: Recorder) -> None:
-        """Let a run wait; its record says for what."""
+        """Add a run to the queue; its record says for what it waits."""
         self._runs.append(Waiting(submit, recorder))
         recorder.begin(())
         self._say_places()
 
     def first(self) -> Waiting | None:
-        """Return the run that is next, if it is time to look whether there are devices for it."""
+        """Return the next run, if it is time to look whether there are devices for it."""
         if not self._runs or time.monotonic() < self._look_at:
             return None
         self._look_at = time.monotonic() + _LOOK_SECONDS
         return self._runs[0]
 
     def look_again(self) -> None:
-        """Devices were given back: look at once."""
+        """Look at once, since devices were given back."""
         self._look_at = 0.0
 
     def remove_first(self) -> None:
-        """The next one waits no longer."""
+        """Remove the next run, which begins or has failed."""
         self._runs.popleft().recorder.note(waiting="")
         self.look_again()
         self._say_places()
 
     def stop(self, name: str, place: str) -> None:
-        """Let a run wait no longer: a person does not want it any more."""
+        """Remove a run that somebody has stopped, and end its record."""
         for run in list(self._runs):
             if run.recorder.record.name == name:
                 self._runs.remove(run)
@@ -97,7 +97,7 @@ def _takes_gpus(submit: Submit) -> bool:
 
 
 def check_processors(submit: Submit, world_sizes: Iterable[int]) -> None:
-    """Raise NotEnoughDevices where rehearsed ranks would share this machine's processors with other runs.
+    """Raise NotEnoughDevices if rehearsed ranks would share the processors with other runs.
 
     ``world_sizes`` are those of the runs that go on. A run that is alone may have more ranks than
     there are processors.

@@ -1,4 +1,4 @@
-"""One run, from its submission to its end: what is written down of it, and who was to blame."""
+"""One run, from its submission to its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _NOT_KEPT = (
 
 
 class Run:
-    """A run's state machine: ``acquiring`` → ``starting`` → ``running`` → ``over``, by way of ``finishing`` or ``ending``.
+    """A run's state machine.
+
+    ``acquiring`` → ``starting`` → ``running`` → ``over``, by way of ``finishing`` or ``ending``.
 
     It starts when all its VMs are up, and is over when all of them are done or lost. Interrupted,
     it is ``finishing`` what the cell's own ``except`` and ``finally`` do; after a failure, or a
@@ -80,16 +82,16 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return self._spec.world_size
 
     @property
     def state(self) -> str:
-        """How far it is, as its record says, but ``over`` from the moment on when nothing changes how it ended."""
+        """The state in its record, but ``over`` as soon as nothing can change how it ended."""
         return "over" if self._over else self.recorder.record.state
 
     def look_at_machines(self) -> None:
-        """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
+        """Start when all VMs are up and enough elements are ready; else note what is missing."""
         data = self.data
         if data is not None:
             data.start_data_processes()
@@ -119,7 +121,7 @@ class Run:
             self.ranks.begin(None if self.data is None else self.data.rank_config)
 
     def data_changed(self) -> None:
-        """Take in how far the data side is."""
+        """Take in how far the data side is, and what went wrong there."""
         data = self.data
         assert data is not None
         if data.delivered is not None:
@@ -132,7 +134,10 @@ class Run:
         self.look_at_machines()
 
     def _data_gone(self, what: str) -> None:
-        """The data side keeps the run from going on: as a loss, after which another start may go better, or for good."""
+        """End the run, since its data side is gone.
+
+        After a loss another start may go better; an error of the loader's code is final.
+        """
         assert self.data is not None
         if self.data.lost:
             self.found.lost = self.found.lost or what
@@ -141,7 +146,7 @@ class Run:
             self._trouble(what, self.data.error)
 
     def hear(self, vm: Vm, job: int, said: JobSays) -> None:
-        """Take in what an agent of this run says of a job; what is another agent's to say is not heard."""
+        """Take in what an agent of this run says about a job; jobs of other agents are ignored."""
         if self.data is not None and self.data.has(vm, job):
             if isinstance(said, JobOver):
                 self.data.process_over(job, said)
@@ -162,9 +167,8 @@ class Run:
             case RankStage():
                 self.found.started.add(said.rank)
                 if len(self.found.started) == self._spec.world_size and self.state == "starting":
-                    if (
-                        self.data is None or not self.data.vms.elsewhere
-                    ):  # else one may join at any time
+                    # with data VMs elsewhere, another one may come at any time
+                    if self.data is None or not self.data.vms.elsewhere:
                         self._project_sync.all_started()
                     self.recorder.note(state="running", waiting="")
                     self.look_at_machines()
@@ -190,9 +194,8 @@ class Run:
             else:
                 self.vms[number].unfit = True
                 self._trouble(over.how)
-        if (
-            not over.how or self.found.all_done
-        ):  # its ranks were, and then their names could not be taken
+        # with ``how``, the ranks may have ended well, and their names could not be taken
+        if not over.how or self.found.all_done:
             self._ask_for_final()
 
     def _carry(self, job: int, said: Chunk | Taken | JobRequest) -> None:
@@ -209,7 +212,7 @@ class Run:
             self.data_changed()
 
     def _trouble(self, what: str, error: str = RunLost.__name__) -> None:
-        """Something keeps the run from going on."""
+        """End the run, since it cannot go on."""
         logger.warning("%s cannot go on: %s", self.name, error)
         self.found.trouble, self.found.error = what, error
         self.end()
@@ -226,7 +229,7 @@ class Run:
             self.end()
 
     def vm_lost(self, vm: Vm, how: str) -> None:
-        """An agent of this run is gone: of ranks, of data processes, or of both."""
+        """Take in that an agent of this run is gone: of ranks, of data processes, or of both."""
         if vm in self.vms:
             self._rank_vm_lost(self.vms.index(vm), how)
         if self.data is not None:
@@ -255,12 +258,14 @@ class Run:
             self.data.ask_for_final()
 
     def end(self) -> None:
-        """End all ranks, since the run has failed; one that is interrupted finishes what it does."""
+        """End all ranks after a failure; a rank that was interrupted may finish."""
         if self.state not in ("finishing", "ending", "over"):
             self._end_ranks("ending", "failure")
 
     def interrupt(self, place: str = "") -> None:
-        """Stop as a person at the keyboard does, who may be in another place; a second time is final.
+        """Interrupt the run, as the interrupt button does; a second time ends it at once.
+
+        ``place``: where the person is, if not at the run's own cell.
 
         A run that is over stays as it ended: its client has been told, and may be taking its names.
         """
@@ -277,7 +282,7 @@ class Run:
             self.hangs.watch_finish()
 
     def abandon(self) -> None:
-        """Stop as its client is gone: nobody takes its names."""
+        """End the run, since its client is gone and nobody takes its names."""
         self.found.interrupted = True
         self._end_ranks("ending", "failure", names=False)
 
@@ -287,39 +292,46 @@ class Run:
 
     @property
     def overdue(self) -> list[Vm]:
-        """The VMs that have not ended their ranks in time, or their part of the data side."""
+        """The VMs that have not ended their ranks, or their data processes, in time."""
         return self.ranks.overdue + ([] if self.data is None else self.data.overdue)
 
     @property
     def settled(self) -> bool:
-        """Whether every VM is done or lost, and the data side has said its last, if it is to be heard."""
+        """Whether every VM is done or lost, and the data side has said its last.
+
+        After a failure the data side need not be heard.
+        """
         said = self.data is None or self.data.over or not self.found.all_done
         return said and self.ranks.over
 
     @property
     def finished(self) -> bool:
-        """Whether it is settled, no process of its data side is left, and all that came of it was written down."""
+        """Whether it is settled, its data processes ended, and all that came of it written."""
         gone = self.data is None or self.data.gone
         return self.settled and gone and not self._settling and not self.worker.pending
 
     @property
     def loss(self) -> str:
-        """What was lost, of a finished run that may be started again; else empty. New ranks lack what kept ones had."""
+        """What was lost, of a finished run that may be started again; else empty.
+
+        A run of kept ranks is not started again: new ranks lack what the kept ones had.
+        """
         if self._spec.keep or self.restarts >= self._spec.max_restarts:
             return ""
         return self.found.loss or self._loss_of_planner
 
     @property
     def _loss_of_planner(self) -> str:
-        """How the planner was lost, of a run whose ranks failed at their next element, which nobody plans."""
+        """How the planner was lost, if ranks failed for lack of it; else empty."""
         first = self.found.verdict.first
         failed_for_it = first is not None and first.etype == DeliveryError.__name__
         return self.data.planner_lost if self.data is not None and failed_for_it else ""
 
     def again(self, vms: list[Vm], data: DataVms | None) -> Run:
-        """Give this name to a new start on these VMs, whose ranks hear where the loaders were, for ``taas.resume``.
+        """Return a new start of this run, on these VMs.
 
-        What ranks other than 0 wrote until now is sorted again at its end.
+        Its ranks hear how far the loaders were, for ``taas.resume``. What ranks other than 0 wrote
+        until now is sorted again at its end.
 
         Raises:
             OSError: there is no room for it; then this start is what it was.
@@ -335,9 +347,10 @@ class Run:
         return new
 
     def settle(self, then: Callable[[Run], None]) -> None:
-        """Bring what was written to where it belongs, now that no rank is left; ``then`` it is concluded, or started again.
+        """Sort what the ranks wrote, now that none is left; call ``then`` afterwards.
 
-        One that will not be started again is over: nothing changes how it ended.
+        ``then`` concludes the run, or starts it again. A run that will not be started again is over
+        from now on: nothing changes how it ended.
         """
         self.found.answer = self.transfer.answer or self.found.answer
         well = bool(self.loss) or self.found.verdict.outcome != "failed"
@@ -356,7 +369,7 @@ class Run:
         return self
 
     def conclude(self) -> RunState:
-        """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
+        """Write down how the run ended; return what its client is told, with rank 0's names."""
         logger.info("%s is over: %s", self.name, self.found.verdict.outcome)
         gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
@@ -367,6 +380,6 @@ class Run:
         return RunState(record=self.recorder.record, answer=self.found.answer, loaders=loaders)
 
     def forget(self) -> None:
-        """Tell the agents that nobody needs what they hold for this run."""
+        """Tell the agents to forget this run: nobody needs what they hold."""
         self.ranks.forget()
         self.worker.do(self.transfer.close)  # memory of gigabytes takes a while to be given back

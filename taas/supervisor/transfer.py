@@ -1,4 +1,6 @@
-"""What crosses hosts in one start of a run, for all its jobs: payloads and the project to them, and what they make from them.
+"""What crosses hosts in one start of a run, for all its jobs.
+
+Payloads and the project go to the jobs; what they make of them comes back.
 
 A job on this host needs none of it: it opens the memory, and writes to the run's folder and to the
 project.
@@ -59,7 +61,7 @@ class Transfer:
         self._lost_bytes, self._why_lost = 0, "the disk is full"
 
     def start(self, vm: Vm, order: StartJob) -> None:
-        """Start a job; on another host, its payload follows."""
+        """Start a job; on another host its payload follows."""
         if not vm.remote:
             vm.send(order)
             return
@@ -73,13 +75,17 @@ class Transfer:
         sender.step()
 
     def lose(self, job: int) -> None:
-        """Send nothing more to a job, and expect nothing of it."""
+        """Send nothing more to a job, and expect nothing from it."""
         self._senders.pop(job, None)
         if job == self._answering:
             self._answering = -1
 
     def expect(self, job: int, answer: Memory) -> None:
-        """Rank 0's answer will come from a job; raises OSError where there is no descriptor for it."""
+        """Expect rank 0's names from a job.
+
+        Raises:
+            OSError: there is no descriptor left for them.
+        """
         self._answer, self._answering = Incoming(answer), job
 
     @property
@@ -88,7 +94,7 @@ class Transfer:
         return self._answer.memory if self._answer is not None and self._answer.complete else None
 
     def hear(self, job: int, said: Chunk | Taken | JobRequest) -> None:
-        """Take in what the agent of a job brings, has taken or asks for."""
+        """Take in what the agent of a job sends, has received or asks for."""
         match said:
             case _ if job not in self._senders:
                 return  # lost meanwhile, or on this host
@@ -108,7 +114,7 @@ class Transfer:
                 self.worker.do(partial(self._take, job, said), partial(self._go_on, job, said))
 
     def _take(self, job: int, chunk: Chunk) -> None:
-        """Write a chunk down; the worker's."""
+        """Write a chunk down, in the worker thread."""
         match chunk.of:
             case "answer" if self._answer is not None and job == self._answering:
                 self._answer.take(chunk)
@@ -118,7 +124,7 @@ class Transfer:
                 self._project_sync.take(job, chunk)
 
     def _go_on(self, job: int, said: Chunk | JobRequest, done: Future[Any]) -> None:
-        """Something was written down, or packed, or could not be: let the agent send more, or send it more."""
+        """Go on with an agent, now that something of it was written or packed, or could not be."""
         try:
             result = done.result()
         except (OSError, Unreadable) as error:
@@ -132,9 +138,8 @@ class Transfer:
         else:
             if isinstance(said, JobRequest):
                 self._send(job, chunks_of("project", result))
-        if (
-            isinstance(said, Chunk) and job in self._senders
-        ):  # kept or not: the run's end waits for the agent
+        # also a chunk that could not be kept: the run's end waits for the agent
+        if isinstance(said, Chunk) and job in self._senders:
             self._senders[job].acknowledge(said)
 
     def _send(self, job: int, chunks: Iterator[Chunk]) -> None:
@@ -149,7 +154,10 @@ class Transfer:
             self._failed(job, f"the project could not travel: {error}")
 
     def _write(self, job: int, chunk: Chunk) -> None:
-        """Write what a job wrote to the same place here; a full disk loses output, as it does in a rank."""
+        """Write a job's output to the same file here.
+
+        A full disk loses output, as it does in a rank.
+        """
         if job >= self._spec.vms:  # data processes of all VMs have one file
             path, flags = self._output / "data.log", os.O_APPEND
         elif chunk.file in (*FILES, COLLECTED):
@@ -162,9 +170,8 @@ class Transfer:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
             try:
-                self._lost_bytes -= os.pwrite(
-                    fd, chunk.data, chunk.offset
-                )  # or appends, where flags say so
+                # with O_APPEND it is appended, whatever the offset (pwrite(2), BUGS)
+                self._lost_bytes -= os.pwrite(fd, chunk.data, chunk.offset)
             finally:
                 os.close(fd)
         except OSError as error:  # said when the run ends
@@ -185,10 +192,10 @@ class Transfer:
 
 
 class ProjectSync:
-    """What goes to the VMs of one run, and what comes back.
+    """The project's files that go to the VMs of one run, and those that come back.
 
     ``scratch`` is the run's folder for what ranks other than 0 write in the project's place;
-    ``known`` what an earlier run has left on its VMs, where their ranks were kept for this one.
+    ``known`` are the files that an earlier run has left on its VMs, if their ranks were kept.
     """
 
     def __init__(
@@ -217,40 +224,51 @@ class ProjectSync:
 
     @property
     def known(self) -> Mapping[bytes, FileState]:
-        """What the VMs have, or some of them, each file as it stands here."""
+        """The project's files on the VMs, or on some of them, each with its state here."""
         return self._known if self._applier is None else self._applier.known
 
     @property
     def written(self) -> set[bytes]:
-        """What the run wrote in the project: when it starts again, it goes on from that."""
+        """The files that the run wrote in the project; a new start goes on from them."""
         return self._along if self._applier is None else self._along | self._applier.written
 
     def follow(self, earlier: ProjectSync) -> None:
-        """Be that of a run that starts again: what it wrote travels whatever its size, and may have no place here as before."""
+        """Take over from an earlier start of the same run.
+
+        Files that it wrote travel whatever their size; those that had no place here have none
+        again.
+        """
         self._along, self._aside = earlier.written, earlier._aside
 
     def token(self) -> tuple[str, bytes]:
-        """Return the path of a file, and what nobody can guess is in it: who reads that there sees the project's disk.
+        """Return the path of a file with random content, and that content.
 
-        Where the project cannot be written, there is no path: then no VM is said to see it.
+        A VM on which the file has this content sees the project's disk. Where the project cannot be
+        written, there is no path, and no VM is taken to see it.
         """
         if self._token is None:
             self._content = secrets.token_bytes(32)
             with contextlib.suppress(OSError):
-                self._token = tempfile.NamedTemporaryFile(dir=self._project, prefix=".taas-disk-")  # noqa: SIM115
+                self._token = tempfile.NamedTemporaryFile(  # noqa: SIM115  closed by `all_started`
+                    dir=self._project, prefix=".taas-disk-"
+                )
                 self._token.write(self._content)
                 self._token.flush()
                 os.fsync(self._token.fileno())
         return ("" if self._token is None else self._token.name), self._content
 
     def all_started(self) -> None:
-        """No VM looks for the disk any more."""
+        """Remove the file of :meth:`token`: no VM looks for it any more."""
         if self._token is not None:
             with contextlib.suppress(OSError):  # somebody has removed it
                 self._token.close()
 
     def packed(self) -> Memory:
-        """Return the packed project, for a VM that does not see it; raises OSError where it cannot be packed."""
+        """Return the packed project, for a VM that does not see its disk.
+
+        Raises:
+            OSError: it cannot be packed.
+        """
         if self._archive is None:
             packed = self._archive = archive.pack(
                 self._project, always=self._along, known=self._known
@@ -261,7 +279,10 @@ class ProjectSync:
         return Memory(os.getpid(), self._archive.fd, os.fstat(self._archive.fd).st_size)
 
     def open_file(self, name: str) -> int:
-        """Open a file of the project that a job asks for; below 0: it cannot be had, or is not as it was packed."""
+        """Open a file of the project that a job asks for; return its descriptor.
+
+        It is negative if the file is gone, or has changed since it was packed.
+        """
         path, packed = os.fsencode(name), self._archive
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -275,7 +296,7 @@ class ProjectSync:
         return -1
 
     def travelled(self, job: int, name: str) -> None:
-        """A file is on a job's VM after all: what the run makes of it on rank 0's is no other file."""
+        """Note that a file has come to a job's VM, so that what rank 0 makes of it is a change."""
         path, packed = os.fsencode(name), self._archive
         if packed is not None and self._applier is not None and job == 0 and path in packed.stayed:
             packed.found[path] = self._applier.expected[path] = packed.stayed.pop(path)

@@ -1,4 +1,4 @@
-"""A VM as the supervisor knows it, what a run asks of one, which of this machine's GPUs it gets; and a run's data VMs.
+"""A VM as the supervisor knows it, its share of this machine's GPUs, and a run's data VMs.
 
 A data VM has a number in the run's delivery, which is given once: a VM, or a worker pool on it,
 that takes the place of a lost one has the next number.
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 KEPT = "%kept"  # what a VM with kept ranks has in the place of a run's name
 PLANNER = -1  # the planner's number
 _REPLACEMENTS = 3
-"""So many lost data VMs or worker pools are replaced for each that was asked for; then it is the
-data that kills them.
+"""Lost data VMs or worker pools that are replaced, for each that was asked for. If more are lost,
+the data kill them.
 """
 
 
@@ -41,13 +41,13 @@ class Vm:
     """A VM, from the moment it is asked for until it is given back or lost.
 
     Attributes:
-        data: it is elsewhere, and for data workers.
+        data: it is a cluster's VM for data workers.
         unfit: its agent could not do what it was told: a cleaner may have removed its folder.
-        up: whether its agent is there, and has said what the VM has: ``host``, ``place`` and GPUs.
+        up: its agent is there, and has said what the VM has: ``host``, ``place`` and GPUs.
         run: the name of the run that has it; None: it is idle.
-        gpus: of this machine, those that the run has.
-        until: when it is given back if it is idle still; on this machine never.
-        group: those that the engine gave together, it among them, in the order of their run.
+        gpus: those of this machine's GPUs that the run has.
+        until: when an idle VM is given back; this machine's never is.
+        group: the VMs that the engine gave together, this one included, in the order of their run.
     """
 
     def __init__(
@@ -78,35 +78,41 @@ class Vm:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
+        """The GPUs that its run has there, as CUDA_VISIBLE_DEVICES names them.
+
+        None: ranks that need some are rehearsed.
+        """
         return self._own_gpus if self.remote else tuple(gpu.name for gpu in self.gpus)
 
     @property
     def label(self) -> str:
-        """What the log calls it."""
+        """Its name in the log."""
         return (
             f"agent {self.machine.pid}" if self.machine.pid else self.place or "an agent elsewhere"
         )
 
     def take(self, said: AgentUp) -> None:
-        """Take in what its agent says of it."""
+        """Take in what the agent says about its VM."""
         self.up, self.host, self._own_gpus = True, said.host, said.gpus
         self.place = f"node {said.node}" if said.node else ""
 
     def send(self, message: Message) -> None:
-        """Tell its agent, if it is there."""
+        """Send a message to its agent, if the VM is not gone."""
         if not self.gone:
             log_message(logger, f"to {self.label}:", message)
             self._send(self.key, message)
 
     def kill(self) -> None:
-        """SIGKILL its agent, where that is a process of this machine, and so a child of this one."""
+        """SIGKILL its agent, if that is a process of this machine, and so a child of this one."""
         if self.machine.pid and not self.gone:
             logger.warning("SIGKILL to %s", self.label)
             os.kill(self.machine.pid, signal.SIGKILL)
 
     def end(self, worker: WorkThread) -> None:
-        """Give it back; its agent is told by both ways there are. One of this machine is waited for by a worker."""
+        """Give the VM back: its agent is told by the socket and by its engine.
+
+        An agent of this machine is reaped by the worker thread.
+        """
         logger.info("%s is given back", self.label)
         self._send(self.key, Leave())
         self.machine.end()
@@ -117,7 +123,10 @@ class Vm:
 def demand_of(
     submit: Submit, instance: str | None, gpus: int = 0, *, later: bool = False
 ) -> Demand:
-    """Return what each VM of a run has to have: to be of an instance type, with so many GPUs; ``later`` as an engine has it."""
+    """Return what a run demands of each VM: instance type, GPUs, and the rest.
+
+    ``later``: as :class:`taas.engines.Demand` has it.
+    """
     return Demand(
         instance,
         gpus,
@@ -131,7 +140,10 @@ def demand_of(
 
 @contextlib.contextmanager
 def choosing(gpus: tuple[Gpu, ...]) -> Iterator[None]:
-    """Let no other kernel's supervisor choose among this machine's GPUs until what is taken here is written down."""
+    """Keep other supervisors from choosing among this machine's GPUs.
+
+    What is taken in the body is written down at its end, for them to see.
+    """
     if not gpus:
         yield
         return
@@ -149,10 +161,10 @@ def choosing(gpus: tuple[Gpu, ...]) -> Iterator[None]:
 def share_gpus(
     vms: Sequence[Vm], count: int, gpus: tuple[Gpu, ...], gpus_per_vm: int
 ) -> list[tuple[Gpu, ...]]:
-    """Share out this machine's GPUs, of which others of these VMs may have some, among ``count`` VMs of a run.
+    """Divide this machine's free GPUs among ``count`` VMs of a run.
 
-    Without ``gpus`` it needs none, or the engine knows of them. Notebooks may name the same ones
-    differently.
+    Others of these ``vms`` may have some of them. Without ``gpus`` the run needs none, or the
+    engine assigns them. Notebooks may name the same GPUs differently: devices are compared.
 
     Raises:
         NotEnoughDevices: other runs, of this kernel or of others, have them.
@@ -182,7 +194,7 @@ def share_gpus(
 
 
 def _of_other_notebooks() -> list[RunRecord]:
-    """Return the runs of others that have GPUs of this machine."""
+    """Return the runs of other supervisors that have GPUs of this machine."""
     holding = [record for record in read_records() if record.holds and record.gpus]
     return [record for record in holding if record.supervisor.pid != os.getpid()]
 
@@ -221,12 +233,12 @@ class DataVms:
         return planner + [number for number, mine in self.by_number.items() if mine is vm]
 
     def name(self, number: int) -> str:
-        """Return what messages call a data VM."""
+        """Return the name of a data VM in messages."""
         place = number in self._all and self._all[number].place
         return f"data VM {number} ({place})" if place else f"data VM {number}"
 
     def lose(self, number: int) -> None:
-        """Strike a number."""
+        """Remove a number."""
         self.by_number.pop(number, None)
         self.started.pop(number, None)
 
@@ -240,6 +252,6 @@ class DataVms:
 
     @property
     def starting(self) -> Vm | None:
-        """The first of them, where they are all on their way; None where one is there, or none comes."""
+        """The first of the data VMs, if all are on their way; else None."""
         coming = list(self.by_number.values())
         return None if any(vm.up for vm in coming) else next(iter(coming), None)
