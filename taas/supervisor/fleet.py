@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from taas.supervisor.runs import Run
 
 
-_OF_ONE_CELL = frozenset(
+_MAY_DIFFER = frozenset(
     {
         "collect",
         "data_vms",
@@ -433,7 +433,7 @@ def _check_alike(run: Run, submit: Submit) -> None:
 
 def _lasting(submit: Submit) -> dict[str, object]:
     """Return what two cells must have in common to run in the same ranks."""
-    fields = [field.name for field in dataclasses.fields(RunSpec) if field.name not in _OF_ONE_CELL]
+    fields = [field.name for field in dataclasses.fields(RunSpec) if field.name not in _MAY_DIFFER]
     return {
         "world_size": submit.cell.spec.world_size,
         **{name: getattr(submit.cell.spec, name) for name in fields},
