@@ -21,18 +21,18 @@ import torch
 import zmq
 from delivery_run import DeliveryRun
 from notebook_harness import Notebook, Processes, gone
-from storage_ranks import fork, join
-from stranger import (
+from other_user import (
     TRAPS,
     Bomb,
-    as_stranger,
-    become_stranger,
+    as_other_user,
+    become_other_user,
     doors,
     only_as_root,
     private,
     swap,
     try_all,
 )
+from storage_ranks import fork, join
 from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
 
@@ -165,8 +165,8 @@ def test_another_user_comes_in_nowhere(
     before = {process: process.memory_info().rss for process in processes}
     open_to_all = doors(processes)
     assert len(open_to_all.unix) >= 2
-    assert as_stranger(lambda: [path.name for path in public.iterdir()])  # so far he comes
-    entered = as_stranger(lambda: try_all(open_to_all, trace))
+    assert as_other_user(lambda: [path.name for path in public.iterdir()])  # so far he comes
+    entered = as_other_user(lambda: try_all(open_to_all, trace))
     assert entered == {"unix": [], "tcp": [], "stores": [], "files": []}
     grown = {process: process.memory_info().rss - before[process] for process in processes}
     (notebook.folder / "stop").touch()
@@ -262,7 +262,7 @@ def open_to_all() -> Iterator[Path]:
 def test_who_tidies_up_falls_into_no_trap(open_to_all: Path, trap: str) -> None:
     """What another user has put where supervisors' folders are is neither opened nor waited for, and stays."""
     set_one = TRAPS[trap]
-    as_stranger(lambda: set_one(open_to_all / "taas-trap"))
+    as_other_user(lambda: set_one(open_to_all / "taas-trap"))
     (open_to_all / "taas-left").mkdir()
     (open_to_all / "taas-left" / "supervisor").touch()
     remove_folders_left(open_to_all / "taas-mine")
@@ -274,12 +274,14 @@ def test_who_tidies_up_falls_into_no_trap(open_to_all: Path, trap: str) -> None:
 def test_no_trap_ends_or_stops_a_supervisor(open_to_all: Path, tmp_path: Path) -> None:
     """All of them at once, and a FIFO that is swapped for a folder all the time: the first cell runs, in one supervisor."""
     for number, set_one in enumerate(TRAPS.values()):
-        as_stranger(lambda number=number, set_one=set_one: set_one(open_to_all / f"taas-{number}"))
+        as_other_user(
+            lambda number=number, set_one=set_one: set_one(open_to_all / f"taas-{number}")
+        )
     read, write = os.pipe()
 
     def swapping() -> None:
         os.close(write)
-        become_stranger()
+        become_other_user()
         swap(open_to_all / "taas-swapped", read)
 
     stranger = fork(swapping)

@@ -78,17 +78,17 @@ def private(path: str, top: Path) -> bool:
     return any(not mode & (stat.S_IRWXG | stat.S_IRWXO) for mode in modes)
 
 
-def as_stranger(deed: Callable[[], Any]) -> Any:
+def as_other_user(deed: Callable[[], Any]) -> Any:
     """Do something in a process of another user; returns what it returned, as JSON knows it."""
 
     def other() -> Any:
-        become_stranger()
+        become_other_user()
         return deed()
 
     return join(fork(other))
 
 
-def become_stranger() -> None:
+def become_other_user() -> None:
     """Let this process be another user's, for good."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
