@@ -41,7 +41,7 @@ from taas.delivery.messages import (
     Report,
     WorkerLost,
 )
-from taas.delivery.planbook import LoaderBook
+from taas.delivery.plans import LoaderBook
 from taas.delivery.slab import SlabFile
 from taas.delivery.transport import ControlServer, SlabServer, new_context
 from taas.wire.framing import Alive, Leave, MessageReader, Unreadable

@@ -9,7 +9,7 @@ from functools import partial
 
 from taas.delivery.config import DeliveryConfig
 from taas.delivery.plan import Plan
-from taas.delivery.planbook import Plans
+from taas.delivery.plans import Plans
 from taas.delivery.slab import SlotTable, slot_size
 
 _AHEAD = 1024

@@ -22,7 +22,7 @@ from taas.delivery.config import DeliveryConfig
 from taas.delivery.headroom import Headroom, Reserve
 from taas.delivery.messages import Failed, Hello, Peer, Progress, Result, Ticket
 from taas.delivery.plan import Lease, Plan, Work
-from taas.delivery.planbook import LoaderBook, Plans
+from taas.delivery.plans import LoaderBook, Plans
 
 _WINDOW = 0.03
 """Seconds of work leased to a worker ahead of what it is on."""
