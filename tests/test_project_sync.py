@@ -491,12 +491,12 @@ def test_a_file_that_does_not_come_is_an_error(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from taas.project_sync import late_files
+from taas.project_sync import files_on_demand
 from taas.wire import deadlines
 deadlines.LATE_FILE = 0.3
 folder, project = sys.argv[1:]
 (Path(folder) / "index").write_text('["data/big.bin"]')
-late_files.use(folder, project, "")
+files_on_demand.use(folder, project, "")
 try:
     open(f"{project}/data/big.bin")
 except TimeoutError as error:

@@ -106,8 +106,8 @@ class Job:
                 self.end(message.how, names=message.names)
 
     def _take(self, chunk: Chunk) -> None:
-        late = chunk.of == "file"
-        if self._staging is None or (self.begun and not late) or self._how is not None:
+        on_demand = chunk.of == "file"
+        if self._staging is None or (self.begun and not on_demand) or self._how is not None:
             return
         try:
             self._staging.take(chunk)
@@ -171,8 +171,8 @@ class Job:
 
     def step(self) -> None:
         """Do what is due."""
-        if self._staging is not None and self._staging.project.late is not None:
-            self._staging.project.late.step()
+        if self._staging is not None and self._staging.project.on_demand is not None:
+            self._staging.project.on_demand.step()
         try:
             self.sender.step()
         except OSError as error:
@@ -233,7 +233,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     )  # as all that a data process needs and an agent does not
 
     from taas import project_sync
-    from taas.project_sync import late_files
+    from taas.project_sync import files_on_demand
     from taas.rank.lifeline import name_process, tie_to_agent
 
     tie_to_agent()
@@ -244,7 +244,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     project = project_sync.entered(
         staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n")
     )
-    late_files.use(staged.late, staged.project, staged.replica)
+    files_on_demand.use(staged.on_demand, staged.project, staged.replica)
     os.chdir(project)
     sys.path[:0] = [] if project in sys.path else [project]
     threadpool_limits(1)  # the variable alone is read at import, which was before the fork

@@ -24,7 +24,7 @@ from taas._linux import remove_tree
 from taas.engines import AgentConfig
 from taas.project_sync.applier import unpack
 from taas.project_sync.archive import Changes, entries, only, shared_places
-from taas.project_sync.late_files import LateFiles
+from taas.project_sync.files_on_demand import FilesOnDemand
 from taas.rank_storage import scratch_of
 from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT, size_of
 from taas.storage.boundary import clock_of
@@ -108,7 +108,9 @@ class Staging:
             payload=self._payload.memory,
             project=self.project.path,
             replica=self.project.replica,
-            late=str(self.project.late.folder) if self.project.late is not None else "",
+            on_demand=str(self.project.on_demand.folder)
+            if self.project.on_demand is not None
+            else "",
             environ=self._environ,
             output=self._output,
             scratch=self._scratch,
@@ -157,7 +159,7 @@ class ProjectArrival:
         cache: for large files of projects, as long as there is the agent.
 
     Attributes:
-        late: what its copy lacks.
+        on_demand: what its copy lacks.
         ready: whether it is here, as it is now.
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
@@ -170,7 +172,7 @@ class ProjectArrival:
 
     def __init__(self, root: Path | None, cache: Path) -> None:
         self.root, self._cache = root, cache
-        self.late: LateFiles | None = None
+        self.on_demand: FilesOnDemand | None = None
         self._say: Callable[[JobRequest], None] = lambda said: None
         self._vm = ""
         self._packed: Incoming | None = None
@@ -196,8 +198,8 @@ class ProjectArrival:
             Unreadable: it is no project.
         """
         if chunk.of == "file":
-            if self.late is not None:
-                self.late.take(chunk)
+            if self.on_demand is not None:
+                self.on_demand.take(chunk)
             return
         if self._packed is None:
             self._packed = Incoming(Memory(0, 0, chunk.size))
@@ -212,8 +214,8 @@ class ProjectArrival:
         there, self.copy = self.copy is not None, self.root / _COPY
         self.copy.mkdir(mode=0o700, exist_ok=True)
         self.notices += unpack(fd, str(self.copy))
-        self.late = LateFiles(self.root / "late", self._cache, self._say)
-        self.late.expect(
+        self.on_demand = FilesOnDemand(self.root / "on-demand", self._cache, self._say)
+        self.on_demand.expect(
             self.copy,
             {entry.path: entry.state for entry, _ in entries(fd) if entry.bare and entry.state},
         )
@@ -345,8 +347,8 @@ class ProjectChanges:
     ) -> Iterator[Chunk | None]:
         """Pack what has changed, and send it; where there is no room for that, the next look has it."""
         try:
-            if self._arrival.late is not None and of == "changes":
-                changes.know(self._arrival.late.came)
+            if self._arrival.on_demand is not None and of == "changes":
+                changes.know(self._arrival.on_demand.came)
             with tempfile.TemporaryFile(dir=self._scratch) as archive:
                 for step, _ in enumerate(changes.pack(archive.fileno(), last=last)):
                     if step % _PACKED_AT_ONCE == 0:

@@ -281,7 +281,7 @@ def pack(
         stayed = {path: found[path] for path in files if path not in told and path not in had}
         for path, seen in (
             had | stayed
-        ).items():  # what stayed may come when somebody wants it: late_files
+        ).items():  # what stayed may come when somebody wants it: files_on_demand
             _add(fd, ArchiveEntry(path, seen, bare=True))
     except BaseException:
         os.close(fd)

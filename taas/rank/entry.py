@@ -26,7 +26,7 @@ import psutil
 
 from taas import adopt, capture, project_sync, rehearsal
 from taas.errors import CaptureError
-from taas.project_sync import late_files
+from taas.project_sync import files_on_demand
 from taas.rank import children, lifeline
 from taas.rank.agent_link import AgentLink
 from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
@@ -183,7 +183,7 @@ class Prepared:
             if there.is_dir():  # on this VM, too
                 os.chdir(there)
         self.wall.begin_run(scratch_of(Path(staged.scratch), start.rank), staged.since_ns)
-        late_files.use(staged.late, staged.project, staged.replica)
+        files_on_demand.use(staged.on_demand, staged.project, staged.replica)
         adopt.begin_run(order.store)
         if order.delivery is not None:
             from taas.delivery import loader
@@ -242,7 +242,7 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     sockets = "" if order.delivery is None else order.delivery.folder
-    ours = [staged.output, order.store.folder, sockets, staged.late]
+    ours = [staged.output, order.store.folder, sockets, staged.on_demand]
     if order.cell.spec.keep:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(

@@ -197,8 +197,8 @@ class Staged(msgspec.Struct, frozen=True):
     Attributes:
         payload: the packed names, or loaders.
         replica: the copy of the project that is to stand there; empty: the project itself is there.
-        late: folder in which files are asked for that the copy lacks
-            (:mod:`taas.project_sync.late_files`).
+        on_demand: folder in which files are asked for that the copy lacks
+            (:mod:`taas.project_sync.files_on_demand`).
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for what ranks other than 0 write in the project's place.
         since_ns: when the run began, by the clock of the file system that the project, or its copy,
@@ -208,7 +208,7 @@ class Staged(msgspec.Struct, frozen=True):
     payload: Memory
     project: str
     replica: str
-    late: str
+    on_demand: str
     environ: dict[str, str]
     output: str
     scratch: str

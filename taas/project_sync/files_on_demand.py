@@ -46,7 +46,7 @@ def _asked_as(name: str) -> str:
 # ---------------------------------------------------------------- the agent's side
 
 
-class LateFiles:
+class FilesOnDemand:
     """What is missing in one copy of the project, and comes into it.
 
     Args:
