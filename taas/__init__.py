@@ -41,12 +41,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'taas' has no attribute {name!r}")
-    # when one is first used: `import taas` is to cost less than 50 ms
+    # at its first use, since `import taas` is to cost less than 50 ms
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def _magics() -> ModuleType:
-    """What there is in IPython only, whose import outside of it would cost 300 ms."""
+    """Return the module for IPython, which is not imported elsewhere: that would cost 300 ms."""
     return importlib.import_module("taas.magics")
 
 
@@ -59,7 +59,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Undo it (``%unload_ext taas``)."""
+    """Deactivate them (``%unload_ext taas``)."""
     _magics().deactivate(shell)
 
 

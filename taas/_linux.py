@@ -78,7 +78,7 @@ def unshare(flags: int) -> None:
 
 
 def map_own_ids(uid: int, gid: int) -> None:
-    """In a new user namespace: keep this user's own ids, and no others."""
+    """Map this user's own ids, and no others, into the new user namespace that it is in."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
@@ -94,9 +94,9 @@ _user_namespace: int | None = None
 def share_user_namespace() -> None:
     """Make one user namespace for all children that will mount (:func:`own_mounts`), if needed.
 
-    From different ones they may not look into each other, by pidfd_getfd(2), process_vm_readv(2) or
-    /proc/PID (ptrace(2)). Where none can be made, or entered, each makes its own, and says why it
-    cannot.
+    Processes in different user namespaces may not look into each other, by pidfd_getfd(2),
+    process_vm_readv(2) or /proc/PID (ptrace(2)). Where this one cannot be made or entered, each
+    child makes its own, and says why if it cannot.
     """
     global _user_namespace
     if has_capability(CAP_SYS_ADMIN):
@@ -147,8 +147,8 @@ def mount_readonly(target: str) -> None:
 def close_device(path: str) -> None:
     """Make the device at a path unusable in this mount namespace: opening it is EACCES.
 
-    The node is mounted on itself without the right to devices; who may not mount cannot take that
-    away.
+    The node is mounted on itself with the option nodev. A process that may not mount cannot undo
+    that.
     """
     mount(path, path, MS_BIND)
     try:
@@ -167,7 +167,7 @@ def _set_mount_attribute(target: str, attribute: int, flags: int = 0) -> None:
 
 
 class Mount(NamedTuple):
-    """Where something is mounted, and how."""
+    """A mount: its mount point and its options."""
 
     point: str
     options: frozenset[str]
@@ -225,10 +225,8 @@ def remount_readonly(entry: Mount) -> None:
 def remove_tree(folder: str | os.PathLike[str]) -> None:
     """Remove a folder of taas and all that is in it, as far as that is possible.
 
-    Tidying up must not raise.
-
-    Before Python 3.13 ``rmtree`` calls itself for each level, and what a cell has written may have
-    thousands.
+    Tidying up must not raise. Before Python 3.13 ``rmtree`` calls itself for each level, and a cell
+    may have made thousands of them.
     """
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -237,8 +235,9 @@ def remove_tree(folder: str | os.PathLike[str]) -> None:
 def is_being_written(fd: int) -> bool | None:
     """Tell whether anybody has a file open for writing, or mapped; None if the system cannot tell.
 
-    The system grants a read lease (fcntl(2)) on a file only while nobody could write it. It is
-    given back at once; who opens the file in between is not told, and does not wait.
+    The system grants a read lease (fcntl(2)) on a file only while no process has it open for
+    writing. The lease is given back at once; a process that opens the file in between does not
+    notice it, and does not wait.
     """
     try:
         # A broken lease is told by SIGIO, which would end this process. This signal is ignored by
@@ -301,8 +300,8 @@ def drop_capabilities(numbers: Iterable[int] | None) -> None:
     check(libc.capget(ctypes.byref(header), data), "capget", "self")
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for number in range(64) if numbers is None else numbers:
-        # Without CAP_SETPCAP a process cannot shrink its bounding set, and its permitted set
-        # counts; or there is none such.
+        # Without CAP_SETPCAP a process cannot shrink its bounding set, and then its permitted set
+        # counts. This kernel may also lack the capability.
         with contextlib.suppress(OSError):
             prctl(_PR_CAPBSET_DROP, number)
         mask = 0xFFFFFFFF ^ (1 << number % 32)
@@ -322,10 +321,8 @@ def prctl(option: int, argument: int = 0) -> int:
 def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
     """Make malloc keep this many freed bytes at the top of a heap.
 
-    Fresh pages cost more than the work that is done in them.
-
-    Blocks from ``map_from`` bytes on (32 MiB at most) are mapped, and given back, each on its own;
-    None: no block is.
+    Fresh pages cost more than the work that is done in them. Blocks of at least ``map_from`` bytes
+    (32 MiB at most) are mapped and given back one by one; None: no block is.
     """
     libc.mallopt(_M_TRIM_THRESHOLD, kept)
     if map_from is None:
@@ -335,7 +332,7 @@ def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
 
 
 def set_no_new_privs() -> None:
-    """Give up set-user-ID programs such as sudo; what Landlock asks of an ordinary user."""
+    """Give up set-user-ID programs such as sudo, as Landlock demands of an ordinary user."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -365,9 +362,7 @@ _kill_timer: ctypes.c_void_p | None = None
 def kill_in(seconds: float) -> None:
     """Have the system SIGKILL this process in some seconds, even a stopped one (timer_create(2)).
 
-    Another call puts that off.
-
-    A process that is forked from this one has no such timer.
+    Another call puts that off. A process that is forked from this one has no such timer.
     """
     global _kill_timer
     if _kill_timer is None:
@@ -389,10 +384,9 @@ _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 def begin_afresh() -> None:
     """Undo what this process has inherited and cannot work with.
 
-    That is blocked and ignored signals, and a working directory that may be removed.
-
-    Whoever starts it may have blocked SIGCHLD, for one: a forkserver would never hear that a child
-    has ended. SIGHUP stays ignored where ``nohup`` has seen to that.
+    That is blocked and ignored signals, and a working directory that may be removed. If SIGCHLD
+    were blocked, for one, a forkserver would never hear that a child has ended. SIGHUP stays
+    ignored where ``nohup`` has ignored it.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in signal.valid_signals() - {signal.SIGHUP, *_PYTHONS_OWN}:
@@ -410,11 +404,9 @@ def set_parent_death_signal(number: int) -> None:
 def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
     """Enter a new mount namespace; yield whether this process is root.
 
-    In the body the process may mount; afterwards it may not.
-
-    The process has one thread. As root, who loses the capabilities ``give_up`` at the end, the
-    right to mount is there; an ordinary user gets it by a user namespace, with all other
-    capabilities, and loses them all, also when the body fails.
+    In the body the process may mount; afterwards it may not. It must have a single thread. Root may
+    mount, and loses the capabilities ``give_up`` at the end. An ordinary user gets all capabilities
+    by a user namespace, and loses them all at the end, also when the body fails.
 
     Raises:
         OSError: refused here; the text says by what. The process may then be in a namespace of its

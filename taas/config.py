@@ -2,8 +2,8 @@
 
 A run asks for VMs of an *instance type*. The built-in types carry DataSphere's names and sizes, so
 that its notebooks mean the same here; ``taas.toml`` adds types and sets defaults
-(docs/configuration.md has all keys). A key that an option of the cell header has, too, takes what
-that takes (`header.options`); the others stand in a table below.
+(docs/configuration.md has all keys). A key of an option of the cell header takes the values of that
+option (`header.options`); the other keys are in a table below.
 
 Two files are read, if they are there: ``taas.toml`` in the user's configuration folder
 (``$XDG_CONFIG_HOME/taas``, else ``~/.config/taas``), then ``taas.toml`` in the project, the

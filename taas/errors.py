@@ -113,7 +113,7 @@ class RunStopped(_NoLine, RunFailed):
 
 
 class DamagedAnswer(_NoLine, TaasError):
-    """A file that a background run left has not the size that was written; it was not read."""
+    """A file of a background run is cut off; it was not read."""
 
 
 class CannotRehearse(TaasError, RuntimeError):

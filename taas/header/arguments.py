@@ -21,12 +21,12 @@ class Option:
     """A row of a table of options.
 
     Attributes:
-        metavar: how its value is written in help; empty for an option that takes none, as
-            ``convert`` is None then.
-        convert: what its value may be.
-        setting: section and key of ``taas.toml`` that say what holds without it.
-        delivers: concerns registered loaders only, so that it needs ``--cpus``.
-        meant_by: what other launchers call it, and people type for it.
+        metavar: how its value is written in help; empty for an option that takes none.
+        convert: what its value may be; None for an option that takes none.
+        setting: section and key of ``taas.toml`` that give its default.
+        repeats: it may be given several times; its value is a tuple.
+        delivers: it concerns registered loaders only, and so needs ``--cpus``.
+        meant_by: what other launchers call it, and what people type for it.
     """
 
     name: str
@@ -83,10 +83,9 @@ def read_line(
     most_words: int = 0,
     elsewhere: Mapping[str, str] | None = None,
 ) -> Line:
-    """Read a line by a table of options, among which so many words may stand.
+    """Read a line by a table of options; up to ``most_words`` words may stand among them.
 
-    ``elsewhere``: by the name of what is no option here but might be taken for one, what to type
-    instead.
+    ``elsewhere`` has what to type instead, by the name of what people take for an option here.
 
     Raises:
         HeaderError: one line: what is wrong, what to type instead, what is allowed.
@@ -115,7 +114,7 @@ _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
 
 
 def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str]) -> str:
-    """Say what a word that is no option was meant to be, or else what there is."""
+    """Say what a word that is no option was meant to be, or list the options."""
     typed, equals, value = word.partition("=")
     name = typed.lstrip(_DASHES).replace("_", "-").lower()
     is_option = typed[:1] in tuple(_DASHES) and bool(name)
@@ -138,8 +137,7 @@ def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str
 def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone: bool) -> Any:
     """Read an option's value: what was joined to it by ``=``, else the next word.
 
-    ``alone``: no words of their own may stand on the line, so that those which follow were meant
-    for it.
+    ``alone``: a line takes nothing but options, so words behind the value were meant for it, too.
     """
     name = option.name
     is_next = joined is None and bool(waiting) and not waiting[0].startswith("--")
@@ -172,7 +170,7 @@ def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone
 
 
 def _wrong_value(option: Option, fact: str, near: str | None) -> str:
-    """Say what a value was meant to be, or else what it may be."""
+    """Say what a value was meant to be, or what it may be."""
     assert option.convert is not None
     if near:
         return f"{fact}: did you mean --{option.name} {near}? Allowed is {option.convert.allowed}"
@@ -194,10 +192,10 @@ class Kind:
     """A kind of value: what may be typed for it, and what it comes to.
 
     Attributes:
-        pattern: how its whole text looks.
-        allowed, instead: that in words, and an example.
-        make: text to value; a ValueError: it looks right and is not.
-        guess: what a text that is not allowed was meant to be, if anything.
+        pattern: a regular expression for the whole text.
+        allowed, instead: what is allowed, in words, and an example.
+        make: makes the value of a text; a ValueError: it matches the pattern and is wrong.
+        guess: returns what a wrong text was meant to be; empty if that is not known.
     """
 
     pattern: str
@@ -214,7 +212,7 @@ class Kind:
         return self.make(text)
 
     def near(self, text: str) -> str | None:
-        """Return what a text that is not allowed was surely meant to be, as it is typed."""
+        """Return what a wrong text was surely meant to be, as it is typed; else None."""
         guess = self.guess(text.strip())
         try:
             self(guess)
@@ -227,7 +225,7 @@ _NUMBER, _NAME = "[0-9]{1,15}", r"[^\W\d]\w*"
 
 
 def _listed(one: str) -> str:
-    """The pattern of several with commas between them."""
+    """Return the pattern of a list with commas, from the pattern of one item."""
     return f"{one}(?:,{one})*"
 
 
@@ -268,7 +266,7 @@ def _number_within(low: int, high: int) -> Callable[[str], str]:
 
 
 def whole(low: int, high: int = _MOST) -> Kind:
-    """A whole number from ``low`` to ``high``."""
+    """Return the kind for whole numbers from ``low`` to ``high``."""
     bounds = f"of at least {low}" if high == _MOST else f"from {low} to {high}"
     return Kind(
         _NUMBER,
@@ -280,7 +278,7 @@ def whole(low: int, high: int = _MOST) -> Kind:
 
 
 def choice(*words: str) -> Kind:
-    """One of a few words."""
+    """Return the kind for one of a few words."""
     return Kind(
         "|".join(words),
         " or ".join(words),
@@ -290,7 +288,7 @@ def choice(*words: str) -> Kind:
 
 
 def text_of(allowed: str, instead: str) -> Kind:
-    """Any text but none; what it names is looked for when the run starts."""
+    """Return the kind for any text but an empty one; it is judged when the run starts."""
     return Kind("[^\0]+", allowed, instead)
 
 
@@ -331,7 +329,7 @@ units = Kind(
 
 
 def ranks(*words: str) -> Kind:
-    """One of a few words, or ranges of ranks."""
+    """Return the kind for one of a few words, or ranges of ranks."""
 
     def make(text: str) -> str | tuple[int, ...]:
         if text in words:
@@ -354,7 +352,7 @@ def _ranks_meant(text: str) -> str:
 
 
 def check_ranks(ranks: tuple[int, ...], world_size: int, option: str) -> None:
-    """Refuse ranks, by a HeaderError, that a run does not have."""
+    """Raise a HeaderError for ranks that a run does not have."""
     if ranks[-1] >= world_size:
         raise HeaderError(
             f"--{option} with rank {ranks[-1]}: type --{option} all; allowed is up to"
@@ -385,7 +383,7 @@ _UNITS |= {
 
 
 def _measured(text: str) -> float:
-    """Return a decimal number times what the unit behind it stands for."""
+    """Return a decimal number times its unit."""
     number = re.match("[0-9.]+", text)
     assert number is not None
     return float(number[0]) * _UNITS[text[number.end() :].strip().removesuffix("B")]

@@ -36,9 +36,8 @@ _NOT_KEPT = (
 class Run:
     """A run's state machine.
 
-    ``acquiring`` → ``starting`` → ``running`` → ``over``, by way of ``finishing`` or ``ending``.
-
-    It starts when all its VMs are up, and is over when all of them are done or lost. Interrupted,
+    ``acquiring`` → ``starting`` → ``running`` → ``over``, by way of ``finishing`` or ``ending``. It
+    starts when all its VMs are up, and is over when all of them are done or lost. Interrupted,
     it is ``finishing`` what the cell's own ``except`` and ``finally`` do; after a failure, or a
     second press, it is ``ending``. A run that is started again after a loss is a new one of the
     same name.
