@@ -42,8 +42,8 @@ from taas.wire.framing import Memory
 from taas.wire.ranks import Cell, Workspace
 
 _RANK_BUFFER = 256 << 20
-"""Bytes of elements that may be under way for a rank, where taas.toml does not say and memory is
-not short.
+"""Bytes of elements that may be under way for a rank, if taas.toml does not say otherwise and
+memory is not short.
 """
 
 
@@ -61,9 +61,8 @@ _kept: KeptRun | None = None
 def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunRecord | None:
     """Run a cell in ranks, and bring its results into the shell's namespace.
 
-    With ``--background`` it returns the run's record at once.
-
-    ``queue``: where other runs have the devices, it begins when they are free.
+    With ``--background`` it returns the run's record at once. ``queue``: if other runs have the
+    devices, the run begins when they are free.
 
     Raises:
         SyntaxError, CaptureError, EngineError: nothing was started.
@@ -117,7 +116,7 @@ def _launch(
         )
         say(*loaders_in_use(loaders, captured.names))
         delivery = None
-        if loaders:  # data processes lack what kept ranks hold
+        if loaders:  # data processes need all names, also those that kept ranks hold
             whole = captures.enter_context(names(for_data=True)) if left else captured
             delivery = delivered(whole, spec, local=local)
             if left:
@@ -131,7 +130,7 @@ def _launch(
             if spec.background:
                 record = start_background(supervisor, submit, interrupts)
                 notify_at_end(record, shell)
-                if spec.returned != ():  # else nothing of it will change in the notebook
+                if spec.returned != ():  # else nothing will change in the notebook
                     pending.hold(record, captured, loaders)
                 return record
             if spec.keep:
@@ -152,8 +151,8 @@ def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder
     vcpus = catalog.find(DATA_VM).vcpus
     return DeliveryOrder(
         Memory(os.getpid(), captured.fd, captured.nbytes),
-        # reads that wait need more data workers than processors, which the data VMs of one machine
-        # share
+        # Data workers that wait for reads need no processor, so there are more than processors. The
+        # data VMs of one machine share its processors.
         min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // spec.data_vms)) if local else vcpus,
         catalog["delivery.encrypt"],
         catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, memory_left().free // 8),

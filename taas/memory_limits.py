@@ -1,10 +1,9 @@
 """Memory in total and left, of this machine and of the control groups around this process.
 
 The limit of a container is that of a control group (cgroups(7)), and the machine around it may have
-far more. What a group uses counts its page cache, too: who has read a data set of 4 GB in a pod of
-4 GB would have nothing left. The system gives clean pages of files back as soon as somebody needs
-memory, so here they are free. Shared memory is no such page: it stays until its last user closes
-it.
+far more. A group's usage includes its page cache: after a data set of 4 GB was read in a pod of
+4 GB, nothing would be left. The system gives clean pages of files back as soon as memory is needed,
+so here they count as free. Pages of shared memory stay until their last user closes them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SCARCE_SHARE = 0.1
 class Memory(NamedTuple):
     """Memory in bytes, of the machine or of the control group that has less left."""
 
-    free: int  # what can be had without anybody giving up what he uses
+    free: int  # what can be had without taking memory from any process
     total: int
 
     @property
@@ -79,9 +78,8 @@ def _left_in(version: _Version, folder: Path) -> Memory:
 def _groups() -> Iterator[tuple[_Version, Path]]:
     """Yield the folders of the control groups that this process is in, and of those around them.
 
-    A container often sees its own group as the root of the hierarchy, while the path that the
-    system tells begins further up. Such a path leads nowhere, and its end is the root, which is
-    looked at in any case.
+    A container often sees its own group as the root of the hierarchy, while the path in
+    /proc/self/cgroup begins further up. Such a path leads nowhere; the root is read in any case.
     """
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     for line in lines:

@@ -1,13 +1,13 @@
 """Tells which pages of this process were written to; the kernel knows, nobody reads them.
 
-A userfaultfd(2) of the asynchronous kind write-protects pages. The first write to one, by this
-process or by the system for it, takes the protection away; nobody is told, and nobody waits. A scan
-of the page map finds the pages that have it still, and only these count as unwritten: pages that
-were unmapped, given back, or mapped anew at the same address have none.
+An asynchronous userfaultfd(2) write-protects pages. The first write to a page, by this process or
+by the system for it, removes the protection without a signal or a delay. A scan of the page map
+finds the pages that still have it, and only these count as unwritten: pages that were unmapped,
+given back, or mapped anew at the same address have none.
 
-Some memory changes without such a write, and is not watched: what is shared, what is of a file that
-others may write to, and what a device may write into (pinned memory). What a device is writing in
-the very moment in which a watch begins is not seen.
+Some memory changes without such a write, and is not watched: shared memory, mappings of files that
+other processes may write to, and pinned memory, into which devices write. A write of a device that
+is under way when a watch begins is not seen.
 
 Sources: docs.kernel.org/admin-guide/mm/userfaultfd.html,
 docs.kernel.org/admin-guide/mm/pagemap.html, userfaultfd(2), PAGEMAP_SCAN(2const). It takes Linux
@@ -54,11 +54,9 @@ _SCAN = struct.Struct("=12Q")
 class Watch:
     """Pages that are watched from now on.
 
-    ``inner`` has the whole pages of each span (address, end).
-
-    What cannot be watched is left out, as are the pages at a span's edges, which it may share with
-    something else. Private mappings of ``sealed`` files, by memfd_create(2)'s name for them, are
-    watched. ``before`` is closed: what both have costs little.
+    ``inner`` has the whole pages of each span (address, end). What cannot be watched is left out,
+    as are the pages at a span's edges, which hold other things, too. Private mappings of memfds
+    with the name ``sealed`` are watched. ``before`` is closed; pages that both watch cost little.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Watch:
         wanted = {span: inner for span in spans if (inner := _whole_pages(*span))}
         try:
             self._begin(_pieces(wanted.values(), sealed) if wanted else [])
-        except OSError:  # another kernel, or a container that refuses it
+        except OSError:  # an older kernel, or a container that refuses it
             self.close()
         self.inner = {
             span: inner for span, inner in wanted.items() if _is_within(self._pieces, inner)

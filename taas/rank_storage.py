@@ -138,7 +138,7 @@ def guard(
         except OSError as error:
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue
-        with contextlib.suppress(OSError):  # a working directory that was removed stays what it is
+        with contextlib.suppress(OSError):  # the working directory may have been removed
             os.chdir(Path.cwd())  # by its path, which leads behind the wall
         _edge = edge
         if mechanism == "landlock":

@@ -2,8 +2,8 @@
 
 An agent does so before it starts on a VM, a rank before it unpickles names.
 
-It needs nothing but the standard library, so that it can be sent to a machine without taas, which
-then can say so.
+This module imports only the standard library, so that it can run on a machine without taas and say
+that taas is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PARTS = {"python": 2, "torch": 3, "cloudpickle": 2, "jupyter-taas": 9}
 def versions(names: Iterable[str] = COMPARED) -> dict[str, str]:
     """Return this process's versions of Python and of some libraries.
 
-    They are those that are imported, else installed; empty for a library that is missing.
+    They are those of imported libraries, else of installed ones; empty for a missing one.
     """
     found = {"python": platform.python_version()}
     for name in names:

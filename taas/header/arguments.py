@@ -164,7 +164,7 @@ def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone
         fact = f"--{name} has no value" if missing else f"--{name} {shown(whole) or repr(whole)}"
         raise HeaderError(_wrong_value(option, fact, option.convert.near(whole))) from None
     near = option.convert.near(whole) if beside else None
-    if near and near != value:  # else the words have nothing to do with it
+    if near and near != value:  # else the words behind it were not meant for it
         raise HeaderError(_wrong_value(option, f"--{name} {shown(whole)}", near))
     return result
 

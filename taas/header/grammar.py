@@ -34,10 +34,8 @@ from taas.wording import counted, nearest, refusal, shown
 class HeaderText:
     """A header as found in a cell, not yet judged.
 
-    It has what stands after ``#!`` and ``#pragma taas``, or why it cannot be a header.
-
-    Of a ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed
-    there.
+    It has what stands after ``#!`` and ``#pragma taas``, or why it cannot be a header. In a
+    ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed there.
     """
 
     instance: str | None = None

@@ -1,9 +1,9 @@
 """The options of a header: each is a field of `RunSpec`, with the option that sets it.
 
-Adding an option is adding a row: a field, what it takes, one line of help, and what holds without
-it. Parsing, help, Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks
-follow; who acts on it reads ``submit.cell.spec``, in a rank ``order.cell.spec``. A test freezes the
-list of options (tests/test_header_parse.py).
+To add an option, add a row: the field, its help, what it takes, and its default. Parsing, help,
+Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks follow. The code that
+acts on it reads ``submit.cell.spec``, in a rank ``order.cell.spec``. A test freezes the list of
+options (tests/test_header_parse.py).
 """
 
 from __future__ import annotations

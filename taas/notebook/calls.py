@@ -209,7 +209,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a function's parameters, as far as Python can tell."""
     try:
         return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of a function written in C
+    except (TypeError, ValueError):  # a function that is written in C
         return frozenset()
 
 
@@ -223,7 +223,7 @@ def _check_arguments(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # its ranks will say so
+        return  # its ranks will raise the error
     try:
         signature.bind(*args, **named)
     except TypeError as error:

@@ -19,11 +19,11 @@ from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord
 
 _TOGETHER_SECONDS = 0.005
-"""What ranks print within so short a time after something was shown is shown at once."""
+"""After something was shown, output of this long is collected and shown together."""
 _LONGEST_BAR = 1000
-"""Characters: a longer line that is written over is none that a person looks at."""
+"""Characters of a line that is written over; nobody looks at a longer one."""
 _MESSAGE_SECONDS = 0.2
-"""So long ipykernel lets text of a stream wait for more; here the first text does not wait."""
+"""How long ipykernel lets text of a stream wait for more; here the first text does not wait."""
 
 
 def follow(
@@ -56,7 +56,7 @@ def follow(
             if items := reader.read():
                 screen.show(items)
                 time.sleep(_TOGETHER_SECONDS)
-            elif reader.over:  # it was before the files were read: that was all
+            elif reader.over:  # it was over before the files were read, so that was all
                 screen.end_lines()
                 return reader.record
             elif not ask(reader.record):
@@ -80,24 +80,22 @@ def plain_among(record: RunRecord) -> int | None:
 class _TaggedLines:
     """The lines of several ranks on one stream, each behind its rank's number.
 
-    This holds for lines that are written over, too, as progress bars are.
-
-    A front end has one open line. While another rank writes, a rank's bar is taken off it, and
-    comes back with the rank's next text or at the end; an open line that is no bar is ended, and
-    goes on as a new one.
+    This holds for lines that are written over, too, as progress bars are. A front end has one open
+    line. While another rank writes, a rank's bar is taken off that line, and comes back with the
+    rank's next text or at the end. An open line that is no bar is ended, and goes on as a new one.
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, str] = {}  # by rank, what its open line shows
-        self._bars: set[int] = set()  # of these, the lines that were written over
-        self._on_screen = -1  # whose open line the front end shows
+        self._open: dict[int, str] = {}  # by rank, the text of its open line
+        self._bars: set[int] = set()  # the ranks whose open lines were written over
+        self._on_screen = -1  # the rank whose open line the front end shows
 
     def add(self, rank: int, text: str) -> str:
         """Return the text that makes the stream show this rank's next text."""
         is_shown = self._on_screen == rank
         out = [self._make_way(rank)]
         tag, line = f"[rank {rank}] ", self._open.pop(rank, "")
-        if not is_shown:  # its bar, which another rank's text had taken off the screen
+        if not is_shown:  # another rank's text has taken its bar off the screen
             out.append(line)
         for piece in re.split(r"(\r?\n|\r)", text):
             if piece == "\r":
@@ -108,7 +106,7 @@ class _TaggedLines:
                 out.append(piece if line or rank in self._bars else f"{tag}{piece}")
                 self._bars.discard(rank)
                 line = ""
-            elif not piece.strip() and rank in self._bars and not line:  # so a bar is wiped off
+            elif not piece.strip() and rank in self._bars and not line:  # a bar is cleared so
                 out.append(f"{' ' * len(tag + piece)}\r")
             elif piece:
                 out.append(piece if line else f"{tag}{piece}")
@@ -222,7 +220,7 @@ class CellOutput(Screen):
             hook.write_output_prompt()
             hook.write_format_data(arguments["data"], arguments["metadata"])
             hook.finish_displayhook()
-        elif kind == "error":  # one that IPython shows, and goes on
+        elif kind == "error":  # an error that IPython shows, and after which the cell goes on
             etype = type(arguments["ename"], (Exception,), {})
             self._shell._showtraceback(etype, arguments["evalue"], arguments["traceback"])
         else:

@@ -129,7 +129,7 @@ class KernelEnds:
         if opens and not known:
             self._opened.add(comm_id)
         elif opens or not known or not (self._live or comm_id in self._opened):
-            return  # shown before, and it may stand elsewhere now; or closed
+            return  # it was shown before, and may be shown elsewhere now; or it is closed
         end = _end_of(comm_id, said["keys"].get("target_name", ""))
         if said["msg_type"] == "comm_close":
             with self._explained(said):
@@ -167,7 +167,7 @@ class KernelEnds:
         for comm_id in self._opened & widgets.keys():
             twin, widget = widgets[comm_id], _widget_of(widgets[comm_id].comm)
             if widget not in (twin, None):
-                twin.comm = None  # it goes without closing what is the other's now
+                twin.comm = None  # else the twin's end would close the widget's comm
                 widgets[comm_id] = widget
 
 
@@ -177,7 +177,7 @@ def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
     Constructors, and the observers of a class, want more than a model has.
     """
     state = said["data"]["state"]
-    # of a class that only the ranks have there is none: its model is seen, as long as the page is
+    # A class that only the ranks have gets no twin: its model is shown until the page is closed.
     with contextlib.suppress(ImportError, KeyError):
         registry = importlib.import_module("ipywidgets.widgets.widget")._registry
         of_class = registry.get(*(state[name] for name in _CLASS))

@@ -173,7 +173,7 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
             text = python_of(cell)
             statements = [*_statements(ast.parse(text))]
         except SyntaxError:
-            continue  # it never ran
+            continue  # such a cell never ran
         lines = text.splitlines(keepends=True)
         for node in statements:
             for name, own in _binds(node):
@@ -260,7 +260,7 @@ class _Program:
         if "display(" in self._body:
             self._plain["display"] = "print"
         self._waiting = [*names]
-        for name in self._waiting:  # it grows
+        for name in self._waiting:  # `_define` appends to it
             is_defined = name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))
             # any other name is a builtin, or local to the code that reads it
             if name in names or is_defined:
@@ -285,7 +285,7 @@ class _Program:
         elif _is_plain(value):
             self._plain[name] = repr(value)
         elif (why := self._keep(name, value)) and bound and callable(value):
-            self._define(name, bound)  # a closure or lambda, by the line that made it
+            self._define(name, bound)  # a closure or a lambda is written as the line that made it
         elif why:
             self.notes.append(why)
 
@@ -341,7 +341,7 @@ class _Program:
         """The program."""
         defined = sorted(self._defined.values(), key=lambda bound: bound.place)
         early = [bound for bound in defined if isinstance(bound.node, _DEFINITION)]
-        # lines that made closures may need data
+        # lines that make closures may need the data
         late = [bound for bound in defined if bound not in early]
         parts = [f"# a setup cell\n{text.strip()}\n" for text in self._setup]
         parts += [_SHARE] if self.loaders else []

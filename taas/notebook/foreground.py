@@ -24,11 +24,12 @@ from taas.wire.clients import Refused, RunRequest, RunState, Submit
 from taas.wire.ranks import Answer
 
 _LOOK_ROUND_MS = 50
-"""So long at most a press of the interrupt button waits to be seen."""
+"""The longest time until a press of the interrupt button is seen."""
 _FINAL = 2
-"""So many interrupts end a run, whatever its supervisor does: it is asked whether it is there."""
+"""From this number of interrupts on, the supervisor is asked whether it is there."""
 _SILENCE_SECONDS = 10.0
-"""If it does not answer for so long (it is stopped, say), it is killed, and with it all its runs.
+"""A supervisor that does not answer for this long, since it is stopped, say, is killed with all its
+runs.
 """
 
 
@@ -97,7 +98,7 @@ def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> Ru
             if isinstance(message, Refused):
                 raise getattr(errors, message.error, TaasError)(message.message)
             if isinstance(message, RunState) and message.record.live:
-                if not submit.left_to:  # ranks that stay were told of it when they began
+                if not submit.left_to:  # kept ranks said it at their first cell
                     say(*said_of_kernel_memory(submit.gpus, message.record.gpus))
                 return message.record
         interrupts.check(supervisor)
@@ -121,7 +122,7 @@ def run_in_foreground(
         with _Foreground(record, shell, supervisor, interrupts) as view:
             return view.run(captured)
     except BaseException:
-        if supervisor.alive:  # nobody else will show it
+        if supervisor.alive:  # no other cell will take its names
             supervisor.say(RunRequest(run=record.name, what="let go"))
         raise
 
@@ -145,7 +146,7 @@ class _Foreground(RunView):
 
     def run(self, captured: Capture) -> RunState:
         self.follow()
-        while self._ended is None:  # its record says it already
+        while self._ended is None:  # the record says so before the supervisor's message comes
             self._hear(_LOOK_ROUND_MS)
         try:
             if self._ended.answer is not None:
@@ -177,7 +178,7 @@ class _Foreground(RunView):
         """Handle messages of the supervisor, and interrupts of the person at the keyboard."""
         for message in self._supervisor.hear(timeout_ms):
             if isinstance(message, RunState) and message.record.id == self.reader.record.id:
-                self._end(message)  # that of another run was abandoned
+                self._end(message)  # any other run is one that was abandoned
         if self._ended is not None:
             self.reader.end(self._ended.record)
         self._relay_interrupts()
@@ -189,7 +190,7 @@ class _Foreground(RunView):
         """
         self._ended = ended
         if ended.answer is not None:
-            with contextlib.suppress(OSError):  # whoever held it was killed
+            with contextlib.suppress(OSError):  # the agent that held it was killed
                 self._answer = ended.answer.open()
             self._supervisor.say(RunRequest(run=ended.record.name, what="let go"))
 
@@ -210,7 +211,7 @@ class _Foreground(RunView):
             lost = "the agent that held the run's names was killed before they were taken"
             if record.outcome == "done":
                 raise RunLost(f"{lost}. Nothing came back; the next cell starts anew.")
-            record.names = f"no names came back: {lost}"  # beside what it failed of
+            record.names = f"no names came back: {lost}"  # the run's own failure is raised
             return
         # Unpacking runs code of the notebook's classes, and may not end; the first press may have
         # been meant for the run.
@@ -218,8 +219,7 @@ class _Foreground(RunView):
         with self._interrupts.raised(2):
             applied = captured.apply(self._answer)
         self.take(applied)
-        # it may have cost what was unpacked just then, and that alone; a person who presses wants
-        # no further cell to run
+        # Only what was being unpacked may be missing, but the person wants Run All to stop.
         if self._interrupts.count >= presses + 2:
             raise interrupted(
                 "interrupted while the run's names were unpacked: what did not come is named above"

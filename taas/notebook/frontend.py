@@ -154,7 +154,7 @@ class NotebookFrontend(Frontend):
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self.kernel, self.notebook = os.getpid(), notebook_path(shell)
-        with contextlib.suppress(HeaderError):  # somebody removed it
+        with contextlib.suppress(HeaderError):  # its folder was removed
             self.project = str(project_folder())
         self.place = in_words(self.notebook, self.project)
 

@@ -113,7 +113,7 @@ class RunView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # if the cell leaves it early, it may be lost
+        # the cell may leave before the run is over, and the run may be lost
         self.show_line(self.reader.look(at_once=True), at_once=True)
 
     def follow(self) -> RunRecord:
@@ -122,7 +122,7 @@ class RunView:
 
     def look(self, record: RunRecord) -> None:
         """Show the run's line, and the ranks that ask something."""
-        if record.live:  # its end is shown below all that it has printed
+        if record.live:  # its end is shown later, below all that it has printed
             self.show_line(record)
             for question in record.questions:
                 self.output.show(self.reader.include(question.rank))
@@ -151,7 +151,7 @@ class RunView:
         if asked is None:
             return False
         self.output.send()
-        self.show_line(record, at_once=True)  # it stands still until there is an answer
+        self.show_line(record, at_once=True)  # it is not updated until there is an answer
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
@@ -217,7 +217,7 @@ class RunView:
         if self._saw_live:
             notify(record, self._shell)
         if record.notices or record.outcome != "done":
-            self.output.settle()  # there is more to be shown
+            self.output.settle()  # the notices are the next output
         self.show_line(record, at_once=True)
         say(*record.notices)
 

@@ -1,4 +1,4 @@
-"""What background runs of this kernel were given, pending until somebody attaches them.
+"""Holds what background runs of this kernel were given, until somebody attaches them.
 
 ``%taas attach`` changes the very objects that a run was given, so they are held until then: models,
 and memory of GPUs, also where the notebook has let go of them meanwhile. A run that nobody attaches

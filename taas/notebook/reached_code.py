@@ -3,8 +3,8 @@
 It is the cell's own, that of the notebook's functions which it names, and that of the project's
 files which are imported.
 
-It is read as text, nothing is imported. So what it may do is known before a run starts, though not
-that it will.
+It is read as text, and nothing is imported. So what a cell may do is known before a run starts;
+whether it does so is not.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _sources(value: Any) -> Iterator[str]:
         if type(function) is types.FunctionType:
             try:
                 yield inspect.getsource(function)
-            except (OSError, TypeError):  # it was made by code that is nowhere written down
+            except (OSError, TypeError):  # it was made by code without a source, by exec, say
                 continue
 
 
@@ -130,10 +130,8 @@ _KNOWS_RANKS = re.compile(
 def takes_first_gpu_for_its_own(cell: str, namespace: Mapping[str, Any], project: Path) -> bool:
     """Tell whether a cell is a program for ``nn.DataParallel``.
 
-    Its ``cuda:0`` is then each rank's own GPU.
-
-    It wraps a model so, itself or by code that it calls, and neither it nor that code numbers GPUs
-    by ranks.
+    Its ``cuda:0`` is then each rank's own GPU. Such a program wraps a model in it, itself or by
+    code that it calls, and neither of them numbers GPUs by ranks.
     """
     texts = reached_code(cell, namespace, project)
     wrapping = [text for text in texts if _WRAPS.search(text)]

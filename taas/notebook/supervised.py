@@ -124,7 +124,7 @@ def _how_it_ended(supervisor: int) -> str:
 
 def _start(config: SupervisorConfig) -> Connection:
     process = subprocess.Popen(
-        # -P: no module of the project's stands for one of Python's
+        # -P: a module of the project must not hide one of Python's
         [sys.executable, "-P", "-m", "taas.supervisor"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -144,7 +144,7 @@ def _start(config: SupervisorConfig) -> Connection:
                 if ready
                 else []
             )
-            process.kill()  # it may be stuck; a child that it has by now ends with the life pipe
+            process.kill()  # it may be stuck; a child that it has already ends with the life pipe
             why = tail[0] if tail else f"it said nothing for {_START_SECONDS:.0f} s"
             raise EngineError(
                 f"the supervisor did not start: {why}. `taas doctor` looks for the cause."
@@ -153,7 +153,7 @@ def _start(config: SupervisorConfig) -> Connection:
     finally:
         for pipe in (process.stdin, process.stdout, process.stderr):
             pipe.close()
-        process.wait()  # it has left at once: the supervisor is its orphan
+        process.wait()  # it has exited at once: the supervisor is its orphaned child
 
 
 _current: Supervised | None = None
@@ -181,7 +181,7 @@ def supervised(*, warm: bool) -> Supervised:
 def start_ahead() -> None:
     """Start in a thread what the first cell will need, if that runs on this machine.
 
-    Who needs the supervisor before it is there joins the thread.
+    :func:`supervised` joins the thread.
     """
     global _ahead
     with contextlib.suppress(HeaderError):  # the first cell says what is wrong

@@ -119,8 +119,8 @@ def _cell(record: RunRecord) -> str:
 def _stale(now: float) -> str:
     """Return HTML that becomes visible if its view has not been replaced in time.
 
-    So it is after the page was loaded again, or the kernel was restarted. By CSS, since many front
-    ends run no scripts.
+    A view is not replaced any more after the page was loaded again, or the kernel was restarted. It
+    is done by CSS, since many front ends run no scripts.
     """
     said = (
         f" · may be stale: not updated since {time.strftime('%H:%M', time.localtime(now))}, %taas"
@@ -231,7 +231,7 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
         head += f": {on_one_line(cause, _WHERE_WIDTH)}"
     quiet = " · ".join(["", *filter(None, parts)])
     dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
-    goes_on = record.live and not record.questions  # while somebody is asked it stands still
+    goes_on = record.live and not record.questions  # while a person is asked, it is not updated
     mark = f' data-taas-line="{record.id}"' if record.live else ""
     shown = Shown(
         head + quiet,

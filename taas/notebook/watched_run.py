@@ -133,7 +133,7 @@ def _rows(record: RunRecord, ranks: Sequence[_Written | None]) -> Shown:
         for rank, written in enumerate(ranks)
     ]
     heads = ("rank", "state", "CPU", "memory", "GPU", "GPU memory", "last line")
-    shown = record.cell.spec.shown_ranks()  # what these draw stands in the cell
+    shown = record.cell.spec.shown_ranks()  # their displays are in the cell already
     opened = {
         f"{record.id}-{rank}": (
             written.opened(drawn=not record.live and rank not in shown) if written else ""
@@ -162,7 +162,7 @@ def _not_read(record: RunRecord, left_out: Sequence[int]) -> Shown:
 
 def _facts(record: RunRecord, rank: int, use: RankUse | None) -> tuple[str, ...]:
     """Return a rank's state, and what it uses while it is there."""
-    if use is None or (not record.live and use.state in _AT_WORK):  # its agent could not say more
+    if use is None or (not record.live and use.state in _AT_WORK):  # its agent was lost with it
         return (record.state if record.live else record.outcome, "", "", "", "")
     if use.state not in _AT_WORK:
         return (use.state, "", "", "", "")

@@ -50,7 +50,7 @@ _read_connection = MessageReader(Connection, msgspec.json)
 def write_connection(connection: Connection) -> Path:
     """Write a supervisor's connection file, in place of those of dead ones."""
     all_connections()
-    # another machine may have this id, too
+    # another machine that shares the folder may have a process of this id, too
     name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"
     path = runtime_folder("supervisors") / name
     write_private(path, msgspec.json.encode(connection))
@@ -61,7 +61,7 @@ def all_connections() -> list[Connection]:
     """Return the supervisors that are there; files of those that were killed are removed."""
     found = []
     for path in runtime_folder("supervisors").glob("*.json"):
-        with contextlib.suppress(OSError, Unreadable):  # it ends just now
+        with contextlib.suppress(OSError, Unreadable):  # the supervisor ends just now
             connection: Connection = _read_connection(path.read_bytes())
             if connection.supervisor.lives:
                 found.append(connection)
@@ -84,7 +84,9 @@ def remove_folders_left(beside: Path) -> None:
     A supervisor that lives locks its own before it listens there.
     """
     for folder in beside.parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, no folder, or somebody was faster
+        with contextlib.suppress(
+            OSError
+        ):  # another user's, no folder, or removed by another process
             _remove_if_left(folder)
 
 

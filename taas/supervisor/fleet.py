@@ -241,7 +241,7 @@ class Fleet:
             return None
         count, demand = submit.cell.spec.data_vms, demand_of(submit, DATA_VM)
         engine = self.prepare(submit.engine)
-        if not engine.remote:  # one machine has one agent: its data VMs are worker pools there
+        if not engine.remote:  # a machine has one agent: its data VMs are worker pools
             return DataVms([vms[0]] * count, vms[0], lambda: engine.here, lambda: None)
         return DataVms(
             self._own(run, engine, count, demand),

@@ -97,7 +97,7 @@ class Supervisor:
                 self._look_after()
                 self._conclude_runs()
                 self._release()
-                # who was given back may have GPUs until it is gone
+                # an agent that was given back may hold GPUs until it has exited
                 while self._submits and not self._worker.pending:
                     self._submit(*self._submits.pop(0))
                 if not self._worker.pending:
@@ -145,7 +145,7 @@ class Supervisor:
         for source in self._tie.sources:
             self._sources.off(source)
         if not self._in_background:
-            return  # all is killed at once
+            return  # the loop ends, and with it everything
         self._kept.end("their kernel ended")
         self._fleet.release_idle()
         for run in list(self._runs.values()):
@@ -156,7 +156,7 @@ class Supervisor:
         if run.state != "over":
             run.abandon()
         elif not run.recorder.record.live:
-            self._forget(run)  # its names were taken, or were on their way
+            self._forget(run)  # its names were taken, or nobody will take them
         run.found.let_go = True
 
     # ------------------------------------------------------------ clients
@@ -178,7 +178,7 @@ class Supervisor:
                 self._queue.stop(message.run, message.place)
                 self._tie_to_kernel()
             case _ if run is None:
-                return  # it ended meanwhile
+                return  # the run has ended
             case Answer():
                 run.ranks.answer(message)
             case RunRequest(what="stacks"):
@@ -319,7 +319,9 @@ class Supervisor:
             if run.data is not None and run.settled and not run.data.closed:
                 self._sources.off(run.data.fileno())
                 run.data.close()
-            if run.finished and not self._worker.pending:  # all that lost agents left is gone
+            if (
+                run.finished and not self._worker.pending
+            ):  # also what lost agents have left has ended
                 run.settle(self._conclude)
 
     def _conclude(self, run: Run) -> None:
@@ -465,7 +467,7 @@ def main() -> None:
             os.dup2(os.open(scratch / "supervisor.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
             os.dup2(1, 2)
         supervisor.run()
-    except Exception:  # its agents end with it; the notebook says where to look
+    except Exception:  # its agents end with it; the notebook names the log
         logger.exception(process_log.BROKE_DOWN)
     finally:
         remove_tree(scratch)

@@ -76,7 +76,7 @@ class RankJobs:
         A VM has fewer of them, where not all have none, and are rehearsed; or it has parts of some.
         """
         needed = self._submit.cell.spec.gpus_per_vm
-        # only there are numbers known to be parts; here they were refused before
+        # this machine's were refused before; a remote VM's are known only now
         parts = [gpu for vm in self.vms if vm.remote for gpu in vm.given if gpu.startswith("MIG-")]
         if refused := refused_as_mig(parts, needed):
             return refused
@@ -110,7 +110,7 @@ class RankJobs:
         if self.store is not None:
             self.take_store(self.store, start=0)
             return
-        alone = len(self.vms) == 1  # its store need not be reached from anywhere else
+        alone = len(self.vms) == 1  # then no other machine has to reach the store
         host = LOOPBACK if alone else self.vms[0].host
         self._start(0, StoreAddress(host, secrets.token_bytes(32)))
 
@@ -373,7 +373,9 @@ class Findings:
 
     def _waited_for(self, first: RankEnded, undone: list[RankEnded]) -> list[RankEnded]:
         """Return the ranks that failed only because the first one was missing in a collective."""
-        if failed_in_collective(first):  # whom it missed is another question
+        if failed_in_collective(
+            first
+        ):  # it waited itself: nobody can be told to have waited for it
             return []
         return [
             ended

@@ -238,7 +238,7 @@ class Run:
     def _rank_vm_lost(self, number: int, how: str) -> None:
         vm, answer = self.vms[number], self.found.answer
         held = answer is not None and answer.pid == vm.machine.pid and not self._settling
-        if held:  # its names went with it
+        if held:  # the names went with the agent
             self.found.answer = None
         if number in self.ranks.done and not held:
             return
@@ -249,7 +249,7 @@ class Run:
         self.transfer.lose(number)
         self.hangs.lose_vm(number)
         self.end()
-        if self.found.all_done:  # it was lost when its ranks had said so, and before it did
+        if self.found.all_done:  # the agent was lost between its ranks' last messages and its own
             self._ask_for_final()
 
     def _ask_for_final(self) -> None:
@@ -372,7 +372,7 @@ class Run:
         logger.info("%s is over: %s", self.name, self.found.verdict.outcome)
         gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
-            self.ranks.store = None  # it may have been broken off
+            self.ranks.store = None  # its groups may have been broken off
         notices = (*self.found.notices, *self.found.kept, *gone)
         self.recorder.end(self.found.verdict, notices, self.ranks.stay or None)
         loaders = b"" if self.data is None else self.data.final

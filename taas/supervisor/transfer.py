@@ -97,7 +97,7 @@ class Transfer:
         """Take in what the agent of a job sends, has received or asks for."""
         match said:
             case _ if job not in self._senders:
-                return  # lost meanwhile, or on this host
+                return  # the job was lost, or is on this host
             case JobRequest(what="file"):
                 opened = partial(self._project_sync.open_file, said.path)
                 self.worker.do(
@@ -317,7 +317,7 @@ class ProjectSync:
                 self._give_up(key)
                 self._coming[key] = Incoming(Memory(0, 0, chunk.size), self._scratch)
             elif key not in self._coming:
-                return  # the rest of what was given up
+                return  # the rest of an archive that was given up
             coming = self._coming[key]
             coming.take(chunk)
             if not coming.complete:

@@ -29,7 +29,7 @@ from taas.wire.poll_loop import WorkThread
 
 logger = logging.getLogger(__name__)
 
-KEPT = "%kept"  # what a VM with kept ranks has in the place of a run's name
+KEPT = "%kept"  # stands for a run's name in a VM with kept ranks
 PLANNER = -1  # the planner's number
 _REPLACEMENTS = 3
 """Lost data VMs or worker pools that are replaced, for each that was asked for. If more are lost,
