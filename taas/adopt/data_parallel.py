@@ -173,9 +173,8 @@ def install(membership: Membership) -> None:
     global _replicas
     replicas = _replicas = Replicas(membership)
     _change_class(nn.DataParallel, replicas)
-    module: Any = sys.modules[
-        "torch.nn.parallel.data_parallel"
-    ]  # the package's attribute is the function
+    # the package's attribute is the function
+    module: Any = sys.modules["torch.nn.parallel.data_parallel"]
     function = membership.in_rank(module.data_parallel, _data_parallel)
     module.data_parallel = nn.parallel.data_parallel = function
     _avoid_reentrant_checkpoints(replicas)
@@ -323,9 +322,8 @@ class ReplicaPass:
                     " Return a tensor instead."
                 )
             self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
-        except (
-            Exception
-        ) as error:  # every rank must hear of it, or the others would wait in the exchange
+        except Exception as error:
+            # every rank must hear of it, or the others would wait in the exchange
             self._error, self._failure = error, (type(error).__name__, text_of(error))
         # Batch norm's kernels update running statistics without a new version, so while training
         # small buffers count as changed; a large one (a mask, a table of positions) is no

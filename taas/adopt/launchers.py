@@ -38,9 +38,8 @@ from taas.errors import CannotAdopt
 from taas.import_hooks import after_import
 from taas.wording import text_of
 
-spawn_module: Any = sys.modules[
-    "torch.multiprocessing.spawn"
-]  # the package's attribute is the function
+# the package's attribute is the function
+spawn_module: Any = sys.modules["torch.multiprocessing.spawn"]
 
 GRACE_SECONDS = 5.0
 ENDED = "all-ended"

@@ -101,8 +101,7 @@ def give_back_unused() -> int:
     used = with_contexts()
     if not used:
         return 0
-    with contextlib.suppress(
-        RuntimeError
-    ):  # a kernel has failed on that GPU: what it holds ends with the process
+    # a kernel has failed on that GPU: what it holds ends with the process
+    with contextlib.suppress(RuntimeError):
         torch.cuda.empty_cache()
     return sum(torch.cuda.memory_reserved(number) for number in used)

@@ -257,9 +257,8 @@ class Rendezvous:
         self._parted = name
         if alone:
             return
-        with contextlib.suppress(
-            dist.DistError
-        ):  # the store is gone, and so is whoever could be waited for
+        # the store is gone, and so is whoever could be waited for
+        with contextlib.suppress(dist.DistError):
             store = self.membership.store(name)
             if store.add("parting", 1) == size:
                 store.set("parted", "")

@@ -192,9 +192,8 @@ def register_backends() -> None:
     takes 20 ms. Where the environment says which NCCL it wants, it gets that.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
-    if (
-        register is None
-    ):  # before torch 2.13 the names need none, and "nccl" is the one that can be aborted
+    # before torch 2.13 the names need none, and "nccl" is the one that can be aborted
+    if register is None:
         return
     chosen_before = os.environ.get(_CHOICE_OF_NCCL)
     os.environ.setdefault(_CHOICE_OF_NCCL, "0")
@@ -270,9 +269,8 @@ def gpu_is_busy() -> bool:
 def beside_gpu_work() -> Iterator[None]:
     """Let copies from GPUs in this thread not wait for what these were asked before, which may never be done."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            own_gpu.current()
-        )  # the outermost: what is left last leaves no other device selected
+        # the outermost: what is left last leaves no other device selected
+        stack.enter_context(own_gpu.current())
         for number in own_gpu.with_contexts():
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(number)))
         stack.enter_context(own_gpu.current())  # a stream that is entered selects its device

@@ -1,4 +1,7 @@
-"""What each process of a delivery is told at its start, and the secrets of one run: never on a command line."""
+"""What each process of a delivery is told when it starts.
+
+The secrets of a run are in it, so it never stands on a command line.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,20 @@ from taas.wire.framing import Message
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """Secrets of one run's delivery."""
+    """The secrets of one run's delivery."""
 
     server_public: str  # the coordinator's CURVE pair
     server_secret: str  # of which peers get an empty secret
     clients: dict[str, tuple[str, str]]
-    """Of each peer, by ``Peer.holder``: the pair that it, and nobody else, proves itself with."""
+    """The key pair with which a peer proves itself, by ``Peer.holder``; no other peer has it."""
     mac: bytes  # key of the MAC over each element's header on the data path
 
 
 def read_line(fd: int) -> bytes:
-    """Read one line from a descriptor and nothing beyond it: what follows is for whoever polls it."""
+    """Read one line from a descriptor and no byte more.
+
+    The rest is for the loop that polls the descriptor afterwards.
+    """
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(fd, 1)
@@ -45,7 +51,7 @@ def new_keys(holders: Iterable[str] = ()) -> Keys:
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """Where a loader goes on after a restart."""
+    """Where a loader continues after a restart."""
 
     iteration: int  # which iter(), from 0
     step: int  # the lowest one of it that not every rank had asked beyond
@@ -53,30 +59,28 @@ class ResumePoint(msgspec.Struct, frozen=True):
 
 
 class Delivered(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the registered loaders of a run are, all together."""
+    """How far all registered loaders of a run are together."""
 
     ready: int  # elements that are prepared and wait for their rank
     delivered: int  # elements that ranks have consumed
-    planned: int  # elements that there will be: of all iterations begun, or as --units says
+    planned: int  # elements of all iterations that have begun, or what --units allows
     rate: float  # delivered elements a second
     waited: float  # seconds that the ranks have waited, on average
 
 
 ALONE_SECONDS = 300.0
 Uneven = Literal["drop", "pad", "raise"]
-"""What becomes of an incomplete last row."""
+"""What happens to an incomplete last row."""
 
 
 class DeliveryConfig(msgspec.Struct, frozen=True):
-    """What all processes of a delivery are told, and the coordinator nothing else."""
+    """What all processes of a delivery are told; the coordinator is told nothing else."""
 
-    keys: Keys  # all of them for the coordinator; for others see for_peers
+    keys: Keys  # the coordinator gets all of them; see for_peers for the others
     ranks: int  # world size N
     slab: int  # bytes of elements under way or held, per rank: the stated bound of memory
     folder: str = ""
-    """Where the sockets on this host are, which nobody else can enter; empty: ranks and data
-    workers share no memory.
-    """
+    """A private folder with this host's sockets; empty: ranks and data workers share no memory."""
     host: str = "127.0.0.1"  # address for the coordinator to listen on where there is no folder
     endpoint: str = ""  # where it listens, once that is known
     encrypt: bool = True  # CURVE on the data path between hosts
@@ -84,42 +88,39 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     units: dict[str, int] = {}  # elements per loader name, "*" for all
     prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
     hosts: int = 1  # data VMs that will join
-    alone: float = (
-        ALONE_SECONDS  # that ranks may be without any data worker: another VM may be on its way
-    )
-    silence: float = (
-        20.0  # seconds after which a data VM counts as lost; on this host its pool is killed
-    )
-    patience: float = (
-        30.0  # seconds that the planner has to tell where the generators are in the end
-    )
-    places: dict[
-        str, ResumePoint
-    ] = {}  # where loaders go on, if the run was started again and resumes
+    # seconds that ranks wait without any data worker: another VM may be on its way
+    alone: float = ALONE_SECONDS
+    silence: float = 20.0  # seconds until a data VM counts as lost; on this host its pool is killed
+    patience: float = 30.0  # seconds that the planner has to report the generators' final states
+    places: dict[str, ResumePoint] = {}  # where loaders continue in a run that was started again
 
     def for_peers(self, endpoint: str, *holders: str) -> DeliveryConfig:
-        """Return what peers with these names are told: where the coordinator listens, and of all keys their own."""
+        """Return what the peers with these names are told.
+
+        That is the coordinator's address and their own keys, of all keys.
+        """
         clients = {holder: self.keys.clients[holder] for holder in holders}
         keys = msgspec.structs.replace(self.keys, server_secret="", clients=clients)
         return msgspec.structs.replace(self, keys=keys, endpoint=endpoint)
 
     def units_of(self, name: str) -> int | None:
-        """Return the elements that ``--units`` allows of a loader; None without a limit."""
+        """Return how many elements ``--units`` allows of a loader; None without a limit."""
         return self.units.get(name, self.units.get("*"))
 
 
 class DataOrder(Message, frozen=True):
-    """Be a process of the data side: the planner, or a data VM's worker pool, which holds the loaders."""
+    """Tells a process to be the planner or the worker pool of a data VM.
+
+    Both hold the registered loaders.
+    """
 
     common: DeliveryConfig
-    vm: int = 0  # number of this data VM; a lost one is replaced under a new number
+    vm: int = 0  # number of this data VM; the replacement of a lost one has a new number
     processes: int = 0  # workers that the pool forks; 0 for the planner
-    payload: str = (
-        ""  # path of the packed loaders, a memory file's; known where the process is started
-    )
-    rehearsed: bool | None = None  # as the run's ranks on this VM will be; None where it gets none
+    payload: str = ""  # path of the memory file with the packed loaders; its agent fills it in
+    rehearsed: bool | None = None  # whether the run's ranks on this VM are; None: it gets no ranks
 
     @property
     def plans(self) -> bool:
-        """Whether it is the planner's."""
+        """Return whether this order is for the planner."""
         return not self.processes

@@ -1,8 +1,9 @@
-"""A rank's connection to its data workers and the coordinator, and what it does with the memory of its elements.
+"""A rank's connection to its data workers and the coordinator.
 
-zmq's own I/O thread receives while the rank computes; the connection is drained when asked. Data
-workers make an element at least once; here it is yielded exactly once: what is here already, or was
-yielded, is dropped by its number.
+zmq's own I/O thread receives while the rank computes; the connection is drained when the rank asks
+for an element. Data workers make an element at least once, and the rank yields it exactly once: it
+drops copies of elements that it has received or yielded before. ``Holdings`` tracks the memory of
+yielded elements until it is free again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _AT_ONCE = 256
 
 @dataclass(slots=True)
 class Element:
-    """One element that is here: a reference to its memory, or a failure."""
+    """An element that has arrived: a reference to its memory, or a failure."""
 
     arrival: ElementArrival
     stream: Any
@@ -58,37 +59,42 @@ class Element:
 
 @dataclass(slots=True)
 class Ahead:
-    """An element that is worked on before it is taken; ``taken`` is to be called when it is."""
+    """An element that is pinned before the loop takes it.
+
+    Call ``taken`` when the loop takes it.
+    """
 
     element: Element
     memory: Any
     taken: Callable[[], None]
 
     def build(self) -> Any:
-        """Return its object, once; its memory is its own from then on."""
+        """Return the element's object; call it once, because it hands the memory over."""
         memory, self.memory = self.memory, None
         return decode(self.element.stream, memory)
 
 
 class Holdings:
-    """Elements that this rank has yielded, until nobody uses their memory any more.
+    """The elements that this rank has yielded and whose memory is still in use.
 
-    A rank that hoards more than ``limit`` bytes of slots gets copies.
+    A rank that holds more than ``limit`` bytes of slots gets copies.
     """
 
     def __init__(self, slabs: Slabs | None, limit: int) -> None:
         self._slabs, self._limit = slabs, limit
-        self.freed: deque[tuple[int, int]] = (
-            deque()
-        )  # elements and bytes of slots that are held no more
+        # numbers of elements, and bytes of their slots, that are not held any more
+        self.freed: deque[tuple[int, int]] = deque()
         self._held = 0
 
     def release(self, element: Element) -> None:
-        """Nobody uses this element's memory."""
+        """Note that this element's memory is not used."""
         self.freed.append((element.arrival.number, 0))
 
     def build(self, element: Element) -> Any:
-        """Return the element's object. Its memory is the slot itself, unless this rank hoards."""
+        """Return the element's object.
+
+        Its memory is the slot itself, or beyond the limit a copy.
+        """
         arrival, slabs = element.arrival, self._slabs
         if arrival.offset < 0 or not arrival.used:
             self.release(element)
@@ -100,14 +106,13 @@ class Holdings:
             assert slabs is not None
             slabs.fault_in(arrival.offset, arrival.capacity)
             self._held += arrival.capacity
-            freed = partial(
-                self.freed.append, (arrival.number, arrival.capacity)
-            )  # in any thread: atomic
+            # it may run in any thread: append is atomic
+            freed = partial(self.freed.append, (arrival.number, arrival.capacity))
             memory = lease_slot(slabs, arrival.offset, arrival.capacity, freed)
         return decode(element.stream, memory)
 
     def hold_ahead(self, element: Element) -> Ahead | None:
-        """Lay hold of an element's memory before it is taken; None where this rank hoards."""
+        """Hold an element's memory before the loop takes it; return None beyond the limit."""
         arrival, slabs = element.arrival, self._slabs
         if arrival.offset < 0 or not arrival.used:
             return Ahead(element, _memory_of_frame(element), partial(self.release, element))
@@ -115,9 +120,10 @@ class Holdings:
             return None
         assert slabs is not None
         slabs.fault_in(arrival.offset, arrival.capacity)
-        # It may be used no more before it is taken, as all of it was copied, or only after that: in
-        # any thread. What comes second gives it back; of an element that is never taken nobody says
-        # anything.
+        # Two events free the slot: the loop takes the element, and its memory is not used any more.
+        # The second one happens in any thread, and comes first if pinning copied all of it.
+        # Whichever comes last gives the slot back. The slot of an element that is never taken is
+        # not given back here: closing the plan does that.
         events = itertools.count()
 
         def note() -> None:
@@ -131,7 +137,7 @@ class Holdings:
         return Ahead(element, lease_slot(slabs, arrival.offset, arrival.capacity, note), take)
 
     def told(self) -> list[int]:
-        """Return which elements were released since this was asked last."""
+        """Return the elements that were released since the last call."""
         released = []
         while self.freed:
             number, capacity = self.freed.popleft()
@@ -141,41 +147,42 @@ class Holdings:
 
 
 def _memory_of_frame(element: Element) -> Any:
-    """Return the memory of an element that came as a frame, or of one that has none."""
+    """Return the memory of an element that came as a frame; empty if it has none."""
     if element.frame is None:
         return b""
     array = np.frombuffer(element.frame.buffer, np.uint8)
-    # small frames share a buffer of zmq's
+    # small frames share one of zmq's buffers
     shared = array.ctypes.data % 64 or not array.flags.writeable
     return array.copy() if shared else element.frame.buffer
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """What is here of a plan."""
+    """What has arrived of a plan."""
 
     ready: dict[int, Element] = field(default_factory=dict)  # elements by their number in it
-    next: int = 0  # the step that the loader asks for next; what comes of earlier ones is dropped
-    ended: Ended | None = None  # how it ends, once that is known
+    next: int = 0  # the step that the loader asks for next; elements of earlier steps are dropped
+    ended: Ended | None = None  # how the iteration ends, once that is known
 
     def take(self, seq: int, step: int) -> Element | Ended | None:
-        """Return the element of a step, or how it ended before; None where neither is here yet."""
+        """Return the element of a step or how the iteration ended before it; None: not here yet."""
         if self.ended is not None and step >= self.ended.steps:
             return self.ended
         return self.ready.pop(seq, None)
 
 
 class DeliveryConnection:
-    """All delivery of one rank, which data VMs elsewhere reach at ``host``. One thread at a time touches the sockets."""
+    """All delivery of one rank.
+
+    Data VMs elsewhere reach the rank at ``host``. One thread at a time uses the sockets.
+    """
 
     def __init__(self, config: DeliveryConfig, rank: int, host: str) -> None:
         self.config, self._rank = config, rank
-        self._lock = threading.Lock()  # who has it may use the sockets
+        self._lock = threading.Lock()  # its holder may use the sockets
         self._left = deque[PlanProgress]()  # of loops that were left
-        self.places: dict[
-            str, ResumePoint
-        ] = {}  # where loaders begin that do not begin at their start
-        self.begun = False  # whether any loader has
+        self.places: dict[str, ResumePoint] = {}  # of loaders that do not begin at their start
+        self.begun = False  # whether any loader has begun
         self.waited = 0.0  # seconds spent waiting in all
         self.facts: dict[str, tuple[int, LoaderFacts]] = {}  # by name, with the loader's number
         try:
@@ -204,7 +211,7 @@ class DeliveryConnection:
     # ── what a loader asks ────────────────────────────────────────────────────────────────────────
 
     def welcome(self) -> dict[str, tuple[int, LoaderFacts]]:
-        """Return the loaders' facts; waits until the planner has them."""
+        """Return the loaders' facts; wait until the planner has sent them."""
         with self._lock:
             self._close_left()
             while not self.facts:
@@ -212,7 +219,7 @@ class DeliveryConnection:
             return self.facts
 
     def begin(self, loader: int, iteration: int, epoch: int | None, place: ResumePoint) -> int:
-        """Say that ``iter()`` was called, for an iteration that begins where ``place`` says; return its plan."""
+        """Announce an iteration that begins at ``place``; return its plan."""
         plan = plan_number(loader, iteration, epoch)
         with self._lock:
             self._close_left()
@@ -225,7 +232,10 @@ class DeliveryConnection:
         return plan
 
     def take(self, plan: int, step: int) -> Element | Ended:
-        """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed."""
+        """Return this rank's element of a plan, or how the plan ended.
+
+        The step before counts as consumed.
+        """
         with self._lock:
             self._close_left()
             self._progress[plan] = PlanProgress(plan, step, step)
@@ -248,7 +258,7 @@ class DeliveryConnection:
             return element
 
     def peek(self, plan: int, step: int) -> Element | None:
-        """Return this rank's element of a step, if it is here; it is not taken, and nothing is waited for."""
+        """Return this rank's element of a step if it is here; it is not taken."""
         with self._lock:
             iteration = self._iterations.get(plan)
             return None if iteration is None else iteration.ready.get(self._seq(step))
@@ -257,11 +267,13 @@ class DeliveryConnection:
         return step * self.config.ranks + self._rank
 
     def close(self, plan: int, consumed: int, asked: int) -> None:
-        """Drop what is here of a plan, whichever thread says so, in the middle of whatever; it asked beyond some steps."""
+        """Drop what has arrived of a plan, after ``asked`` steps.
+
+        Any thread may call it at any moment, since a garbage collection may.
+        """
         self._left.append(PlanProgress(plan, consumed, asked, closed=True))
-        if self._lock.acquire(
-            blocking=False
-        ):  # else whoever has it does it, or the next one to have it
+        # if another call has the lock, that call or the next one closes the plan
+        if self._lock.acquire(blocking=False):
             try:
                 self._close_left()
                 self._flush()
@@ -285,14 +297,17 @@ class DeliveryConnection:
     # ── sockets ───────────────────────────────────────────────────────────────────────────────────
 
     def _wait(self) -> None:
-        """Wait for something to come. Raises a DeliveryError where nothing will any more."""
+        """Wait for a message.
+
+        Raises a DeliveryError if no more messages will come.
+        """
         if self._failed:
             raise DeliveryError(f"{self._failed}\nThe run cannot go on; start the cell again")
         self._poller.poll()
         self._drain()
 
     def _drain(self) -> None:
-        """Take in what has come, up to a number: whoever asks waits for no more than that."""
+        """Take in what has arrived, up to a number of messages, to bound the caller's wait."""
         self._drained = time.perf_counter()
         if self._receiver.gate is not None:
             self._receiver.gate.answer()
@@ -317,12 +332,10 @@ class DeliveryConnection:
             end = start + arrival.pickled
             if arrival.plan not in self._closed:
                 iteration = self._iterations[arrival.plan]
-                if (
-                    arrival.seq // self.config.ranks >= iteration.next
-                ):  # else it was yielded already
-                    iteration.ready.setdefault(
-                        arrival.seq, Element(arrival, streams[start:end], frame)
-                    )
+                step = arrival.seq // self.config.ranks
+                if step >= iteration.next:  # else it was yielded already
+                    element = Element(arrival, streams[start:end], frame)
+                    iteration.ready.setdefault(arrival.seq, element)
             start = end
 
     def _on_message(self, message: Any) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator process: one per run, owner of the ledger and of the slabs' memory.
+"""The coordinator process: one for each run; it owns the ledger and the slabs' memory.
 
 ``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then a
 ``Command`` in each line, and writes its ``Report`` messages as JSON lines to stdout. The end of
@@ -54,16 +54,16 @@ _decode = {
     "worker": MessageReader(FromWorker),
     "rank": MessageReader(FromRank),
 }
-"""By role: nobody is understood who says what is another's to say."""
+"""By role, so that a peer can only send the messages of its own role."""
 _TICK = 0.25
 _END_SECONDS = 4.0
-"""So long the end of a coordinator may take."""
+"""A coordinator may take so long to end."""
 _RATE_SECONDS = 2.0
-"""Rates are those of so long a time, at least."""
+"""Rates are measured over so long a time at least."""
 
 
 class ProgressMeter:
-    """Reads the ledger: when the ranks may begin, what a person sees and is told, when that has changed."""
+    """Reads from the ledger what to report: progress, and when the ranks may begin."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -72,7 +72,7 @@ class ProgressMeter:
         self._prebuffered = False
 
     def tell(self, now: float, report: Callable[[Report], None]) -> None:
-        """Report what is new at ``now`` (monotonic seconds)."""
+        """Report progress at ``now`` (monotonic seconds), if it has changed."""
         ledger = self._ledger
         books = ledger.plans.loaders
         if not self._prebuffered and books and all(map(self._is_prebuffered, books)):
@@ -82,7 +82,7 @@ class ProgressMeter:
             report(progress)
 
     def progress(self, now: float) -> ProgressReport:
-        """Return how far it is."""
+        """Return how far the delivery is."""
         ledger = self._ledger
         books = ledger.plans.loaders
         delivered = sum(book.delivered for book in books)
@@ -112,7 +112,7 @@ class ProgressMeter:
         )
 
     def _lacks(self, book: LoaderBook) -> int:
-        """Elements that are still to be made before the ranks begin."""
+        """Return how many more elements must be made before the ranks begin."""
         asked = self._ledger.plans.prebuffer_rows * book.ranks
         return min(asked, book.planned() or 1) - book.ready
 
@@ -124,7 +124,7 @@ class ProgressMeter:
 
 
 class Coordinator:
-    """Turns messages into ledger events and the ledger's outbox into messages."""
+    """Turns messages into events of the ledger, and the ledger's outbox into messages."""
 
     def __init__(self, config: DeliveryConfig, report: Callable[[Report], None]) -> None:
         self.config = config
@@ -139,11 +139,12 @@ class Coordinator:
         self._loop.on(self._server.gate.socket, self._server.gate.answer)
         if self._slab_server is not None:
             self._loop.on(self._slab_server.fileno(), self._slab_server.answer)
-        # seconds would count against pools that this process was paused (a container's freezer)
+        # Ticks, not seconds: when this process was paused (a container's freezer), seconds would
+        # count against the pools.
         self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
-        """At which tick each data VM's worker pool was last heard; None: it is struck, though it
-        may say more.
+        """The tick at which each data VM's worker pool was last heard; None: it counts as lost, even
+        if more of its messages arrive.
         """
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
@@ -158,10 +159,10 @@ class Coordinator:
             WorkerLost: self._on_worker_lost,
         }
         self._lost: set[Peer] = set()
-        """The planner, and workers, that have ended, some before their own word was heard."""
+        """The planner and the workers that have ended, some before their Hello arrived."""
         self._since_worker = time.monotonic()
         self._final_by: float | None = None
-        """When the planner has to have said where the generators are; None while the ranks run."""
+        """Until then the planner has to report the generators; None while the ranks run."""
         self._unread = b""
         self._next_tick = 0.0
         self._over = False
@@ -170,7 +171,7 @@ class Coordinator:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
     def serve(self, commands: int) -> None:
-        """Serve until ``commands`` (a descriptor) is at its end, or the run's last report is out."""
+        """Serve until the descriptor ``commands`` is at its end or the last report was sent."""
         self._loop.on(commands, lambda: self._obey(os.read(commands, 65536)))
         try:
             while not self._over:
@@ -192,7 +193,7 @@ class Coordinator:
         for peer, data in self._server.receive(1000):
             try:
                 message = _decode[peer.role](data)
-            except Unreadable:  # it says what its role has no word for: nobody hears it
+            except Unreadable:  # a message that its role does not send
                 continue
             self._handlers[type(message)](peer, message)
 
@@ -203,7 +204,7 @@ class Coordinator:
         self.ledger.outbox.clear()
 
     def _obey(self, data: bytes) -> None:
-        """Do what the supervisor says; that it says no more is the end."""
+        """Execute the supervisor's commands; the end of its input is the end of the run."""
         self._over = self._over or not data
         *lines, self._unread = (self._unread + data).split(b"\n")
         for command in map(_decode_command, lines):
@@ -229,7 +230,10 @@ class Coordinator:
             self._finish_without("has died")
 
     def _finish_without(self, why: str) -> None:
-        """The planner will not answer: what it would say is not worth a run that does not end."""
+        """End without the planner's answer.
+
+        The generators' states are not worth a run that does not end.
+        """
         begun = [book.facts.name for book in self.ledger.plans.loaders if book.last_begun]
         self._end(Final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}")))
 
@@ -247,7 +251,7 @@ class Coordinator:
 
     @property
     def _has_all(self) -> bool:
-        """Whether whoever makes elements is needed no more."""
+        """Return whether the data side is not needed any more."""
         return self._final_by is not None or self.ledger.plans.is_over
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
@@ -258,7 +262,7 @@ class Coordinator:
         self.ledger.worker_lost(worker, lost.number, lost.cause)
 
     def _hear(self, pool: Peer) -> bool:
-        """Somebody of a data VM said something; False: it is struck."""
+        """Note a sign of life of a data VM; return False if the VM counts as lost."""
         if self._heard.get(pool, 0) is None:
             return False
         self._heard[pool] = self._ticks
@@ -301,9 +305,9 @@ class Coordinator:
         if self._heard.get(pool, 0) is not None and not self._has_all:
             self._report(HostLost(pool.number, cause))
         self._heard[pool] = None
-        if (
-            ended or not self.config.folder
-        ):  # else its workers, whom the system kills with it, may write to the slabs yet
+        # While the pool of this host has not ended, its workers may still write to the slabs. The
+        # system kills them with it.
+        if ended or not self.config.folder:
             for worker in [name for name in self.ledger.workers if name.pool == pool]:
                 self.ledger.worker_lost(worker, -1, "its data VM is gone")
 
@@ -330,7 +334,10 @@ class Coordinator:
             self.ledger.fail(reason)
 
     def _last_word(self) -> None:
-        """Say where a run that is started again goes on, once all that dead ranks had said is heard."""
+        """Report once more after all messages of dead ranks were read.
+
+        The report says where a restarted run continues.
+        """
         self._receive()
         with contextlib.suppress(BrokenPipeError):  # the supervisor may be what is gone
             self._report(self._meter.progress(time.monotonic()))
@@ -344,9 +351,9 @@ def _report_to_stdout(message: Report) -> None:
 
 if __name__ == "__main__":
     first = read_line(0)
-    if first:  # else the run ended before it was known where to listen
+    if first:  # else the run ended before its configuration was sent
         raise_limit()
         _linux.set_parent_death_signal(signal.SIGKILL)
         gc.collect()
-        gc.freeze()  # collections look at tickets only, and stay short
+        gc.freeze()  # so that collections only look at tickets, and stay short
         Coordinator(msgspec.json.decode(first, type=DeliveryConfig), _report_to_stdout).serve(0)

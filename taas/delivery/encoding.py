@@ -1,8 +1,8 @@
-"""Elements as bytes: a small pickle, and one region of raw memory for its tensors and arrays.
+"""Elements as bytes: a small pickle, and one region of raw memory for tensors and arrays.
 
-A worker's ``default_collate`` stacks tensors straight into the region; whatever is not there yet (a
-user's own collate, numpy arrays) is copied in once. The region is a slot of a rank's slab, or a
-buffer of its own that travels as one frame.
+A worker's ``default_collate`` stacks tensors directly into the region. Other data (of a user's own
+collate function, NumPy arrays) is copied into it once. The region is a slot of a rank's slab, or a
+buffer that travels as one frame.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from taas.delivery.slab import slot_size
 
 _ALIGN = 64
 _DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32,
-    torch.uint64,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
 ]  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _SIZES = [dtype.itemsize for dtype in _DTYPES]
 
 
 class RawRegion:
-    """Memory that one element is made in: a bump allocator over a writable buffer.
+    """The memory in which one element is made: a bump allocator over a writable buffer.
 
     ``needed`` grows past ``capacity`` when something did not fit; the element then needs a larger
     region.
@@ -52,12 +52,15 @@ class RawRegion:
 
     @classmethod
     def of_size(cls, nbytes: int) -> RawRegion:
-        """Return a region of its own, not zeroed."""
+        """Return a region with a buffer of its own, which is not zeroed."""
         return cls(np.empty(nbytes, np.uint8).data)
 
     def is_held(self) -> bool:
-        """Whether somebody still has a tensor that was stacked here (a collate function that caches)."""
-        # This object has a reference, the call, and the storage of each such tensor.
+        """Return whether a tensor that was stacked here is still referenced.
+
+        A collate function may cache tensors.
+        """
+        # This object has one reference, the call another, and each such tensor's storage one more.
         return sys.getrefcount(self.buffer) > 2
 
     def take(self, nbytes: int) -> int | None:
@@ -76,8 +79,7 @@ class RawRegion:
         )
 
 
-# ── collate
-# ───────────────────────────────────────────────────────────────────────────────────────────
+# ── collate ───────────────────────────────────────────────────────────────────────────────────────
 
 _current: RawRegion | None = None
 _dtype_of = operator.attrgetter("dtype")
@@ -85,7 +87,10 @@ _needs_grad = operator.attrgetter("requires_grad")
 
 
 def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """``default_collate``'s rule for tensors, into the region. Without one: plain stack, never shared memory."""
+    """Stack tensors as ``default_collate`` does, into the current region if there is one.
+
+    Without a region this is a plain stack, never in shared memory.
+    """
     first = batch[0]
     if (
         _current is not None
@@ -113,7 +118,7 @@ def install_collate() -> None:
 
 @contextmanager
 def stacking_into(region: RawRegion | None) -> Iterator[None]:
-    """Inside, ``default_collate`` uses ``region``."""
+    """Let ``default_collate`` use ``region`` inside."""
     global _current
     _current = region
     try:
@@ -122,14 +127,14 @@ def stacking_into(region: RawRegion | None) -> Iterator[None]:
         _current = None
 
 
-# ── encode
-# ────────────────────────────────────────────────────────────────────────────────────────────
+# ── encode ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Encoder(pickle.Pickler):
     """Pickles an element; tensors and arrays become references into the region.
 
-    What does not fit is left out and counted, so that ``region.needed`` is what all of it takes.
+    Data that does not fit is left out but counted, so that ``region.needed`` is enough for all of
+    it.
     """
 
     def __init__(self, file: io.BytesIO, region: RawRegion) -> None:
@@ -179,7 +184,10 @@ class _Encoder(pickle.Pickler):
         return _tensor, (offset, code, shape)
 
     def _strided(self, tensor: torch.Tensor, code: int, shape: tuple[int, ...], nbytes: int) -> Any:
-        """Keep the strides of what is dense in another order (channels last); make the rest contiguous."""
+        """Keep the strides of a dense tensor in another order (channels last).
+
+        Other tensors become contiguous.
+        """
         order = _dense_order(tensor)
         offset = self._take(nbytes)
         source = tensor if order is None else tensor.permute(order)
@@ -212,7 +220,7 @@ class _Encoder(pickle.Pickler):
 
 
 def _dense_order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the dimensions from slowest to fastest if the tensor has no holes or overlaps (channels last)."""
+    """Return the dimensions from slowest to fastest; None if the tensor has holes or overlaps."""
     order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
     expected = 1
     for d in reversed(order):
@@ -223,7 +231,10 @@ def _dense_order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def encode(element: Any, region: RawRegion) -> bytes | None:
-    """Return the pickle, what ``pickle`` cannot do being left to cloudpickle; None if the region is too small."""
+    """Return the pickle, or None if the region is too small.
+
+    cloudpickle pickles what ``pickle`` cannot.
+    """
     file = io.BytesIO()
     used, needed = region.used, region.needed
     encoder = _Encoder(file, region)
@@ -244,17 +255,17 @@ class PackedElement(NamedTuple):
 
 
 def pack_element(element: Any, region: RawRegion) -> tuple[RawRegion, bytes]:
-    """Return the pickle, and the region that has its memory: this one, or a larger one of its own."""
+    """Return the pickle, and the region with its memory: this one, or a larger new one."""
     while (stream := encode(element, region)) is None:
         region = RawRegion.of_size(slot_size(max(region.needed, 2 * region.capacity)))
     return region, stream
 
 
-# ── decode
-# ────────────────────────────────────────────────────────────────────────────────────────────
+# ── decode ────────────────────────────────────────────────────────────────────────────────────────
 
 
-_memory = threading.local()  # ``exporter``: where what this thread unpickles has its raw memory
+# ``exporter``: the raw memory of the element that this thread unpickles
+_memory = threading.local()
 
 
 def _tensor(offset: int, code: int, shape: tuple[int, ...], strides: Any = None) -> torch.Tensor:
@@ -274,7 +285,10 @@ _classes: dict[str, Any] = {}
 
 
 def _notebook_class(qualname: str, pickled: bytes) -> Any:
-    """Return the notebook's class as this rank knows it, so that ``isinstance`` holds; else bring it along."""
+    """Return the rank's own class of that name, or the one that travelled.
+
+    With its own class ``isinstance`` holds.
+    """
     found: Any = sys.modules.get("__main__")
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -286,11 +300,14 @@ def _notebook_class(qualname: str, pickled: bytes) -> Any:
 
 
 def decode(stream: Any, exporter: Any) -> Any:
-    """Rebuild an element over ``exporter``'s memory, which it keeps alive. The caller has authenticated ``stream``."""
+    """Rebuild an element over ``exporter``'s memory, which it keeps alive.
+
+    It unpickles, so the caller has authenticated ``stream``.
+    """
     _memory.exporter = exporter
     try:
         return pickle.loads(stream)
     finally:
         _memory.exporter = None
-        # else torch keeps them, for the torch.load to come
+        # else torch keeps a list of them until the next torch.load
         torch._utils._validate_loaded_sparse_tensors()

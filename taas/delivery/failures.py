@@ -1,8 +1,8 @@
-"""What user code raised in a data process, and how a rank raises it: as one traceback, on the user's own lines.
+"""Exceptions of user code in a data process, raised again in a rank with one traceback.
 
-A traceback cannot be pickled. So the lines travel, and the rank makes frames that stand at them:
-its error goes on from the line of the cell into the dataset's, as it would without data workers. Of
-taas itself no frame is shown.
+A traceback cannot be pickled. So the positions of its frames travel, and the rank makes frames at
+these positions: its traceback leads from the cell's line to the dataset's, as it would without data
+workers, and shows no frame of taas itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from taas.errors import DeliveryError
 _OWN = f"{Path(__file__).parent.parent}/"
 _DELIVERY = f"{Path(__file__).parent}/"
 _FETCHES = ("torch/utils/data/_utils/fetch.py", "torch/utils/data/_utils/worker.py")
-"""Torch's code between a data worker's and the user's."""
+"""Files of torch between a data worker's frames and the user's."""
 
 
 class _Line(NamedTuple):
-    """Where a frame stood: a stretch of a file, in columns of bytes, and the function's name and first line."""
+    """Where a frame stood.
+
+    It is a range of lines and of columns (in bytes) in a file, with the function's name and first
+    line.
+    """
 
     file: str
     function: str
@@ -41,24 +45,26 @@ class _Line(NamedTuple):
 class _Raised(NamedTuple):
     """One exception of a chain."""
 
-    pickled: bytes | None  # None where it cannot be pickled, or not rebuilt
+    pickled: bytes | None  # None if it cannot be pickled or rebuilt
     kind: str
     text: str
     lines: list[_Line]
-    name: str | None  # the one that a NameError does not find; pickle leaves it out
-    is_cause: (
-        bool  # of the one before it in the chain, which else was raised while this one was handled
-    )
+    name: str | None  # the name that a NameError does not find; pickle leaves it out
+    # it is the __cause__ of the exception before it in the chain, not its __context__
+    is_cause: bool
 
 
 def pack_failure(error: BaseException, where: str) -> bytes:
-    """Pack an exception, with those that it came from, and a line that says where it was raised."""
+    """Pack an exception with its causes and contexts; ``where`` says where it was raised."""
     chain = [_packed(one, is_cause=is_cause) for one, is_cause in _chain_of(error)]
     return pickle.dumps((where, chain))
 
 
 def raise_remote(packed: bytes) -> NoReturn:
-    """Raise what user code raised on the data side; the caller knows who packed it."""
+    """Raise what user code raised on the data side.
+
+    It unpickles, so the caller has authenticated ``packed``.
+    """
     where, chain = pickle.loads(packed)
     first: BaseException | None = None
     holder: BaseException | None = None
@@ -78,7 +84,10 @@ def raise_remote(packed: bytes) -> NoReturn:
 
 
 def hide_machinery(error: BaseException | None) -> None:
-    """Take this package's frames out of the tracebacks of what :func:`raise_remote` raised; others keep all of theirs."""
+    """Remove this package's frames from tracebacks that :func:`raise_remote` has made.
+
+    Other tracebacks stay as they are.
+    """
     for one, _ in _chain_of(error) if error is not None else ():
         entries = [*_entries_of(one.__traceback__)]
         if not any(entry.tb_frame.f_code is raise_remote.__code__ for entry in entries):
@@ -89,7 +98,10 @@ def hide_machinery(error: BaseException | None) -> None:
 
 
 def _chain_of(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """Yield an exception and those that it came from, as Python shows them; each with whether it is a cause."""
+    """Yield an exception with its causes and contexts, as Python shows them.
+
+    Each comes with whether it is the cause of the one before.
+    """
     seen = set[int]()
     one: BaseException | None = error
     is_cause = False
@@ -113,7 +125,7 @@ def _packed(error: BaseException, *, is_cause: bool) -> _Raised:
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
         pickle.loads(pickled)  # type: ignore[arg-type]
-    except Exception:  # what the user's own class raises when it is pickled
+    except Exception:  # the user's own class may raise anything when it is pickled
         pickled = None
     name = error.name if isinstance(error, NameError) else None
     text = "".join(traceback.format_exception_only(error)).strip()
@@ -121,7 +133,7 @@ def _packed(error: BaseException, *, is_cause: bool) -> _Raised:
 
 
 def _users_lines(error: BaseException) -> list[_Line]:
-    """Return where an exception passed through, from the outermost line of the user's code on."""
+    """Return the lines that an exception passed through, from the user's outermost line on."""
     lines = [_line_of(entry) for entry in _entries_of(error.__traceback__)]
     lines = [line for line in lines if not line.file.startswith(_OWN)]
     return [*itertools.dropwhile(lambda line: line.file.endswith(_FETCHES), lines)]
@@ -131,9 +143,8 @@ def _line_of(entry: types.TracebackType) -> _Line:
     code = entry.tb_frame.f_code
     at_instruction = itertools.islice(code.co_positions(), entry.tb_lasti // 2, None)
     line, end_line, column, end_column = next(at_instruction, (None,) * 4)
-    if (
-        line is None or end_line is None or column is None or end_column is None
-    ):  # python -X no_debug_ranges
+    # python -X no_debug_ranges
+    if line is None or end_line is None or column is None or end_column is None:
         line = end_line = entry.tb_lineno
         column = end_column = 0
     return _Line(
@@ -145,7 +156,11 @@ def _line_of(entry: types.TracebackType) -> _Line:
 
 
 def _rebuilt(raised: _Raised, *, is_first: bool) -> BaseException:
-    """Return an exception again; what cannot be, and what would end a loop or the cell without a word, as a DeliveryError."""
+    """Return an exception again, or a DeliveryError in its place.
+
+    That is for exceptions that cannot be rebuilt, and for those that would end a loop or the cell
+    silently (SystemExit, StopIteration).
+    """
     error: Any = None if raised.pickled is None else pickle.loads(raised.pickled)
     if isinstance(error, NameError):
         error.name = raised.name
@@ -157,7 +172,7 @@ def _rebuilt(raised: _Raised, *, is_first: bool) -> BaseException:
 
 
 def _traceback_at(lines: list[_Line]) -> types.TracebackType | None:
-    """Return a traceback of frames that stand at some lines, the outermost first."""
+    """Return a traceback of frames at these lines, the outermost first."""
     tb: types.TracebackType | None = None
     for line in map(_Line._make, reversed(lines)):
         entry = _entry_at(line)
@@ -166,10 +181,10 @@ def _traceback_at(lines: list[_Line]) -> types.TracebackType | None:
 
 
 def _entry_at(line: _Line) -> types.TracebackType:
-    """Run code that raises, and that Python takes for a stretch of a file: its frame stands there then."""
+    """Run code that raises and that Python takes for this range of a file; return its entry."""
     name = ast.Name("Exception", ast.Load())
     statement = ast.Raise(name)
-    above = line.first - 1  # a code's lines are counted from its first
+    above = line.first - 1  # a code object counts lines from its first one
     for node in (name, statement):
         node.lineno, node.end_lineno = max(1, line.line - above), max(1, line.end_line - above)
         node.col_offset, node.end_col_offset = line.column, line.end_column

@@ -1,4 +1,4 @@
-"""How far ahead of the ranks may be worked. Pure; no I/O."""
+"""Decides how far ahead of the ranks workers may make elements. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from taas.delivery.plans import Plans
 from taas.delivery.slab import SlotTable, slot_size
 
 _AHEAD = 1024
-"""Most elements under way or ready for one rank and loader."""
+"""At most so many elements are under way or ready for one rank and loader."""
 _ALWAYS = 2
-"""So many elements of a plan may be under way or ready for a rank whatever else there is."""
+"""So many elements of a plan may be under way or ready for a rank in any case."""
 _LEAST = 1 << 10
-"""Bytes that an element of a stream counts for at the least."""
+"""An element of a stream counts for so many bytes at least."""
 _BEGIN = 4 << 20
-"""Bytes to begin working ahead with, before it shows that more is of use."""
+"""So many bytes are made ahead at first, until a rank had to wait."""
 
 
 @dataclass(slots=True)
 class RankState:
-    """A rank: its slab, and how far ahead of it is worked."""
+    """A rank's slab, and how far workers may be ahead of it."""
 
     slots: SlotTable
     waited: float = 0.0
-    targets: dict[int, int] = field(
-        default_factory=dict
-    )  # by loader, how many ahead were enough so far
+    targets: dict[int, int] = field(default_factory=dict)  # enough elements ahead, by loader
     blocked: set[int] = field(default_factory=set)  # plans whose target held an idle worker back
 
 
 class Pace:
-    """Bytes and seconds of one loader's elements, as seen lately."""
+    """Bytes and seconds of one loader's recent elements."""
 
     __slots__ = ("_count", "_previous", "_recent", "seconds", "size")
 
@@ -45,7 +43,7 @@ class Pace:
         self._count = self._recent = self._previous = 0
 
     def see(self, nbytes: int, seconds: float) -> None:
-        """Take in one element."""
+        """Take in the figures of one element."""
         self._recent = max(self._recent, nbytes)
         self._count += 1
         if self._count % 256 == 0:
@@ -55,11 +53,11 @@ class Pace:
 
 
 Reserve = Callable[[int, int], int]
-"""Reserves memory of a rank's slab up to an offset; returns up to which there is some."""
+"""Reserves memory of a rank's slab up to an offset; returns the offset that was reached."""
 
 
 class Headroom:
-    """What may be made ahead for the ranks of a run."""
+    """What workers may make ahead for the ranks of a run."""
 
     def __init__(self, plans: Plans, config: DeliveryConfig, reserve: Reserve) -> None:
         self._plans, self._slab = plans, config.slab
@@ -71,7 +69,10 @@ class Headroom:
         ]
 
     def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:
-        """A rank has waited so long in all, and asked of these plans: nobody is held back there any longer."""
+        """Take in how long a rank has waited in all, and lift limits that made it wait.
+
+        ``asked`` are the plans that it has asked for.
+        """
         state = self.ranks[rank]
         if waited - state.waited > 0.0005:
             for plan in state.blocked.intersection(asked) & self._plans.by_number.keys():
@@ -81,10 +82,11 @@ class Headroom:
         state.blocked.clear()
 
     def is_left(self, rank: int, plan: Plan, workers: int) -> bool:
-        """Whether one more element of a plan may be made for a rank, by so many workers as there are.
+        """Return whether ``workers`` workers may make one more element of a plan for a rank.
 
-        Two may be under way in every plan, whatever others hold: an iterator that is only kept open
-        holds nobody up. Of a stream its owner has to keep what a rank leaves: a slab full at most.
+        Two may be under way in every plan, whatever other plans hold, so that an iterator that is
+        only kept open blocks no other. The owner of a stream keeps the elements that a slow rank
+        has not taken: a slab full at most.
         """
         view = plan.ranks[rank]
         ahead, size = len(view.unconsumed), self.paces[plan.loader].size
@@ -94,7 +96,7 @@ class Headroom:
                 return False
         if ahead < _ALWAYS:
             return True
-        if size == 0:  # nobody knows yet how large they are: one for each worker of this rank
+        if size == 0:  # their size is not known yet: one for each worker of this rank
             workers_of_rank = -(-workers // len(self.ranks))
             return ahead < workers_of_rank
         if ahead >= self._target(rank, plan.loader, size, workers):
@@ -103,7 +105,7 @@ class Headroom:
         return self._fits(rank, plan, size)
 
     def _fits(self, rank: int, plan: Plan, size: int) -> bool:
-        """Whether an element of this size fits into the rank's slab, and into the plan's share of it."""
+        """Return whether an element of this size fits into the rank's slab and the plan's share."""
         nbytes = sharers = 0
         for other in self._plans.by_number.values():
             view = other.ranks[rank]
@@ -113,7 +115,10 @@ class Headroom:
         return nbytes + size <= self._slab and own + size <= self._slab // sharers
 
     def _target(self, rank: int, loader: int, size: int, workers: int) -> int:
-        """How many elements ahead: few, which stay in the caches, until ``progressed`` finds them too few."""
+        """Return how many elements to make ahead.
+
+        Few at first, since few stay in the caches; ``progressed`` raises the number.
+        """
         targets, least = self.ranks[rank].targets, self._plans.prebuffer_rows
         if loader not in targets:
             some = max(3 * workers // len(self.ranks) + 2, least)

@@ -1,12 +1,12 @@
-"""Who makes element i: leases, deaths, retries. Pure; no I/O.
+"""Decides who makes which element: leases, deaths, retries. Pure; no I/O.
 
-Whatever a lost worker had that its rank has not consumed is leased again, to others: an element's
-number is the same in every lease of it, and its rank drops what it has already. A loader of an
-iterable dataset has one owner among the workers, who makes its elements in their order.
+Elements that a lost worker had, and that their ranks have not consumed, are leased again to other
+workers. An element has the same number in every lease, and its rank drops second copies. A loader
+of an iterable dataset has one owner among the workers, which makes its elements in order.
 
-Where rank and worker share memory, a lease has a slot of the rank's slab. It is given back when the
-rank uses none of the element's memory any more, or will never ask for it, and the worker is through
-with it.
+Where rank and worker share memory, a lease has a slot of the rank's slab. The slot is given back
+when the worker has finished with it, and the rank does not use the element's memory any more or
+will never ask for the element.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from taas.delivery.plan import Lease, Plan, Work
 from taas.delivery.plans import LoaderBook, Plans
 
 _WINDOW = 0.03
-"""Seconds of work leased to a worker ahead of what it is on."""
+"""A worker has so many seconds of work leased beyond its current element."""
 _LEASES = 128
-"""Most elements leased to one worker."""
+"""One worker has at most so many elements leased."""
 _DEATHS = 3
-"""An element that killed so many workers is given up."""
+"""An element that has killed so many workers is given up."""
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """A data worker: how much was leased to it, and how long that will take it."""
+    """A data worker, how much it has leased, and how long that will take."""
 
     name: Peer
     shared: bool
@@ -42,12 +42,12 @@ class WorkerState:
     backlog_seconds: float = 0.0
 
     def takes_on(self, lease: Lease) -> None:
-        """It is to make one element more."""
+        """Count one more element that it is to make."""
         self.backlog += 1
         self.backlog_seconds += lease.expected
 
     def is_through_with(self, lease: Lease) -> None:
-        """It has made an element."""
+        """Count an element as made."""
         self.backlog -= 1
         self.backlog_seconds -= lease.expected
         if self.backlog == 0:
@@ -55,7 +55,10 @@ class WorkerState:
 
 
 class Retry(NamedTuple):
-    """An element that waits to be leased again; they sort by their steps, and no two of them are equal."""
+    """An element that waits to be leased again.
+
+    Retries sort by their steps; no two of them are equal.
+    """
 
     step: int
     seq: int
@@ -71,18 +74,18 @@ class Ledger:
         self.outbox = self.plans.outbox
         self.room = Headroom(self.plans, config, reserve)
         self.workers: dict[Peer, WorkerState] = {}
-        self.works: dict[int, Work] = {}  # that were leased, by number, until their slots are free
+        self.works: dict[int, Work] = {}  # leased work by number, until its slots are free
         self._numbers = itertools.count(1)
         self.joined: dict[int, Hello] = {}  # the ranks that take elements
         self._retries: list[Retry] = []  # a heap
         self._planner: Hello | None = None
         self._turn = 0
-        self.failure = ""  # why no element will come any more
+        self.failure = ""  # why no more elements will come
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
     def rank_joined(self, number: int, hello: Hello) -> None:
-        """A rank takes elements from now on."""
+        """Add a rank, which takes elements from now on."""
         self.joined[number] = hello
         self.outbox += [(name, hello) for name in self.workers]
         if self.failure:
@@ -91,14 +94,14 @@ class Ledger:
             self.plans.tell(number, self._planner)
 
     def planner_joined(self, hello: Hello) -> None:
-        """The planner has the loaders: plan their first iterations."""
+        """The planner has the loaders, so plan their first iterations."""
         self._planner = hello
         self.plans.hello(hello.loaders)
         for rank in self.joined:
             self.plans.tell(rank, hello)
 
     def progressed(self, rank: int, progress: Progress) -> None:
-        """A rank says what it has done with its elements."""
+        """Take in what a rank has done with its elements."""
         for of in progress.plans:
             self.plans.consume(rank, of.plan, of.consumed, of.asked)
         self.released(self.works[number] for number in progress.released if number in self.works)
@@ -110,13 +113,13 @@ class Ledger:
                 self.plans.close(rank, of.plan)
 
     def released(self, works: Iterable[Work]) -> None:
-        """Their ranks use none of these elements' memory, and look at none that is still to come."""
+        """Mark elements whose memory their ranks do not use, and will not look at, any more."""
         for work in works:
             work.over = work.released = True
             self._free(work)
 
     def _free(self, work: Work) -> None:
-        """Give back the slots of a released element that nobody writes to any more."""
+        """Give back those slots of a released element that no worker writes to any more."""
         slots = self.room.ranks[work.rank].slots
         for lease in work.leases:
             if lease.done and lease.capacity:
@@ -126,7 +129,7 @@ class Ledger:
             self.works.pop(work.number, None)
 
     def fail(self, reason: str) -> None:
-        """No element will come any more: every rank hears it, also one that joins later."""
+        """No more elements will come: tell every rank, and those that join later."""
         self.failure = reason
         for rank in range(self.plans.n):
             self.plans.tell(rank, Failed(reason))
@@ -134,15 +137,15 @@ class Ledger:
     # ── workers ───────────────────────────────────────────────────────────────────────────────────
 
     def worker_joined(self, name: Peer, shared: bool) -> None:
-        """A worker takes tickets from now on."""
+        """Add a worker, which takes tickets from now on."""
         self.workers[name] = WorkerState(name, shared)
         self.outbox += [(name, hello) for hello in self.joined.values()]
 
     def made(self, name: Peer, results: Iterable[Result]) -> None:
-        """A worker is through with these elements."""
+        """Take in that a worker has finished these elements."""
         worker = self.workers.get(name)
         if worker is None:
-            return  # it was lost, and others make what it had
+            return  # it was lost, and other workers make what it had
         for result in results:
             work = self.works.get(result.number)
             lease = None if work is None else work.lease_of(name)
@@ -151,9 +154,7 @@ class Ledger:
             worker.is_through_with(lease)
             lease.done = True
             if result.leaked:
-                lease.capacity = (
-                    0  # user code holds memory of the slot: it is never given out again
-                )
+                lease.capacity = 0  # user code holds memory of the slot, which is not used again
             if result.end >= 0:
                 self._stream_ends(work, lease, result.end)
             else:
@@ -167,19 +168,22 @@ class Ledger:
         if not plan.poison:
             plan.furthest = max(plan.furthest, work.seq + 1)
         in_slot = lease.capacity > 0
-        if not (in_slot or work.over):  # what has no slot counts with its size
+        if not (in_slot or work.over):  # an element without a slot counts with its size
             plan.weigh(work, result.nbytes)
 
     def _stream_ends(self, work: Work, lease: Lease, end: int) -> None:
-        """A stream has no such element, since it ended with ``end`` elements."""
+        """A stream has no such element, because it ended after ``end`` elements."""
         lease.lost = True
         if not work.plan.ended:
             work.plan.end_stream(end)
             self.plans.tell_end(work.plan)
-        self._retry(work)  # with --uneven pad it repeats an element, in the last row
+        self._retry(work)  # with --uneven pad it becomes a repeated element of the last row
 
     def worker_lost(self, name: Peer, current: int, cause: str) -> None:
-        """A worker is dead, for certain; ``current`` is the element that it was on, if any."""
+        """A worker is certainly dead.
+
+        ``current`` is the element that it was making, or a number that no element has.
+        """
         if self.workers.pop(name, None) is None:
             return
         self._blame(current, cause)
@@ -193,7 +197,10 @@ class Ledger:
                 self._retry(work)
 
     def _blame(self, current: int, cause: str) -> None:
-        """Give up what has killed several in turn: an element, or a stream at the first that nobody has made."""
+        """Give up an element that has killed several workers in turn.
+
+        A stream is given up from the first element on that no worker has made.
+        """
         work = self.works.get(current)
         if work is None:
             return
@@ -214,7 +221,7 @@ class Ledger:
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
     def pump(self) -> None:
-        """Do all that has become possible: draw, lease."""
+        """Draw and lease all that has become possible."""
         self.released(self.plans.dropped)
         self.plans.dropped.clear()
         self.plans.refill()
@@ -226,9 +233,9 @@ class Ledger:
     def _lease_retries(self, leases: dict[Peer, list[Ticket]]) -> None:
         """Lease again what lost workers had, the earliest step first.
 
-        Where no worker may take an element now, none may take a later one of its kind either, and
-        the search ends. Only the elements of a stream wait for that stream's own worker: behind
-        them it goes on.
+        If no worker may take an element now, none may take a later one either, and the search ends.
+        Elements of a stream are an exception: they wait for the stream's own worker, so the search
+        continues behind them.
         """
         waiting: list[Retry] = []
         while self._retries:
@@ -249,16 +256,19 @@ class Ledger:
             heapq.heappush(self._retries, retry)
 
     def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
-        """Lease what is planned, an element of each loader in turn, until none of them has one to lease."""
+        """Lease planned elements, one of each loader in turn, until no loader has any to lease."""
         books = [book for book in self.plans.loaders if book.plans]
-        without = 0  # so many loaders in a row had none
+        without = 0  # so many loaders in a row had no element to lease
         while without < len(books):
             self._turn += 1
             book = books[self._turn % len(books)]
             without = 0 if self._lease_one(book, leases) else without + 1
 
     def _lease_one(self, book: LoaderBook, leases: dict[Peer, list[Ticket]]) -> bool:
-        """Lease the most urgent element of a loader for which there is room; returns whether there was one."""
+        """Lease the most urgent element of a loader for which there is room.
+
+        Returns whether there was one.
+        """
         for plan, rank in self.plans.heads(book):
             if not self.room.is_left(rank, plan, len(self.workers)):
                 continue
@@ -273,7 +283,10 @@ class Ledger:
         return False
 
     def _lease(self, work: Work, worker: WorkerState) -> Ticket:
-        """Give work out: with a slot, where the size of such elements is known and there is room."""
+        """Lease an element to a worker.
+
+        It gets a slot if the size of such elements is known and there is room.
+        """
         plan, pace = work.plan, self.room.paces[work.plan.loader]
         slot = None
         if pace.size and worker.shared:
@@ -288,18 +301,21 @@ class Ledger:
 
     @staticmethod
     def _poison_of(work: Work) -> str:
-        """How those died who made it, where nobody is to make it again."""
+        """Return how its makers died, if no worker is to make it again."""
         return work.plan.poison if work.seq >= work.plan.furthest else work.poison
 
     def _worker_for(self, work: Work) -> WorkerState | None:
-        """A stream's own worker, else the one that would begin soonest, if it may take more now."""
+        """Return the worker that would make an element soonest, if it may take more.
+
+        An element of a stream belongs to the stream's own worker.
+        """
         if not work.plan.streamed or self._poison_of(work):
             return self._least_busy(work)
         owner = self._owner(work.plan)
         return owner if owner and owner.backlog < _LEASES else None
 
     def _owner(self, plan: Plan) -> WorkerState | None:
-        """Who makes a stream: the one that has made it so far, else the worker that has the fewest."""
+        """Return a stream's owner: its maker so far, or the worker that owns the fewest."""
         owners = self.plans.owners
         if owners.get(plan.loader) not in self.workers and self.workers:
             load = Counter(owners.values())
@@ -307,10 +323,10 @@ class Ledger:
         return self.workers.get(owners[plan.loader]) if self.workers else None
 
     def _least_busy(self, work: Work) -> WorkerState | None:
-        """Return an idle worker; else, of those with less than ``_WINDOW`` seconds of work, the one with the least.
+        """Return an idle worker, or the one with the least work below ``_WINDOW`` seconds.
 
-        Before the first element was made nobody knows how long one takes: then only an idle worker
-        takes one.
+        Until the first element was made, it is not known how long one takes; then only an idle
+        worker takes one.
         """
         is_measured = self.room.paces[work.plan.loader].size > 0
         best, least = None, (_WINDOW, 0)
@@ -325,7 +341,10 @@ class Ledger:
     # ── how it stands ─────────────────────────────────────────────────────────────────────────────
 
     def is_full(self, book: LoaderBook) -> bool:
-        """Whether elements of a loader are planned, and no more may be made before some are consumed."""
+        """Return whether a loader has planned elements, and none may be made now.
+
+        That is so until a rank consumes some.
+        """
         heads = list(self.plans.heads(book))
         if not heads:
             return False

@@ -1,8 +1,8 @@
-"""The rank's side: what the registered variable is in a rank.
+"""The rank's side of registered loaders: the object that stands for one in a rank.
 
-A ``DeliveredLoader`` is a DataLoader to everybody who looks, whose iterator asks the data workers
-for this rank's elements. What would shard it again (Lightning, accelerate) finds a
-DistributedSampler and a loader that is prepared, and leaves both alone.
+A ``DeliveredLoader`` is an instance of DataLoader; its iterator asks the data workers for this
+rank's elements. Libraries that shard loaders (Lightning, accelerate) find a DistributedSampler and
+a prepared loader, and leave both alone.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from taas.delivery.pinning import PinAhead
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 _connection: DeliveryConnection | None = None
-_parents: DeliveryConnection | None = None  # in a process that a rank forked, the rank's
+_parents: DeliveryConnection | None = None  # the rank's connection, in a process that it forked
 _START = ResumePoint(0, 0, 0)
 
 
 def connect(config: DeliveryConfig, rank: int, host: str) -> None:
-    """Connect this process; from now on its DeliveredLoaders yield."""
+    """Connect this process, so that its DeliveredLoaders yield."""
     global _connection
     _connection = DeliveryConnection(config, rank, host)
 
 
 def disconnect() -> None:
-    """End the connection; elements that were delivered stay valid."""
+    """End the connection; delivered elements stay valid."""
     global _connection
     if _connection is not None:
         _connection.shut()
@@ -45,7 +45,7 @@ def disconnect() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a process that the rank forked: its sockets stay the rank's."""
+    """Leave the connection to the rank, in a process that it forked."""
     global _connection, _parents
     _connection, _parents = None, _connection or _parents
 
@@ -69,7 +69,10 @@ def _connected() -> DeliveryConnection:
 
 
 def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
-    """Let loaders begin where an earlier start of the run was, or at a ``given`` (iteration, step); return where."""
+    """Let loaders begin where an earlier start of the run was, or at a ``given`` position.
+
+    A position is (iteration, step). Returns where each loader begins.
+    """
     connection = _connection
     if connection is None:
         return {}
@@ -95,7 +98,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
         (name, place) for name, place in config.places.items() if name in known
     )
     for name, (iteration, step) in given.items():
-        # What was taken before: as an earlier start knows, else whole iterations.
+        # Steps taken before: as an earlier start has counted them, else those of whole iterations.
         at, taken = config.places.get(name), iteration * (_steps(config, known[name][1]) or 0)
         taken = at.taken if at is not None and at.iteration == iteration else taken
         connection.places[name] = ResumePoint(iteration, step, taken)
@@ -103,7 +106,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
 
 
 def _steps(config: DeliveryConfig, facts: LoaderFacts) -> int | None:
-    """Return a rank's steps of one whole iteration; None for a loader without a length."""
+    """Return a rank's steps in a whole iteration; None for a loader without a length."""
     if facts.length is None:
         return None
     return (
@@ -112,17 +115,17 @@ def _steps(config: DeliveryConfig, facts: LoaderFacts) -> int | None:
 
 
 class PlannedSampler(DistributedSampler[Any]):
-    """The sampler as a rank sees it: its epoch reaches the plan, its indices do not exist here."""
+    """The sampler as a rank sees it: its epoch reaches the plan, and it has no indices."""
 
     def __init__(self, loader: DeliveredLoader, attributes: dict[str, Any]) -> None:
-        # DistributedSampler.__init__ wants a process group and a dataset's length; the plan has
-        # both.
+        # DistributedSampler.__init__ needs a process group and the dataset's length. The plan knows
+        # both, so it is not called.
         self._loader = loader
         self.__dict__.update(attributes)
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration is planned for; ``set_epoch`` changes it."""
+        """Return the epoch of the next iteration; ``set_epoch`` changes it."""
         return self._loader._epoch
 
     @epoch.setter
@@ -141,11 +144,11 @@ class PlannedSampler(DistributedSampler[Any]):
 
 
 class PlannedBatchSampler(PlannedSampler):
-    """The same for a batch sampler."""
+    """The batch sampler as a rank sees it."""
 
     @property
     def sampler(self) -> Any:
-        """The sampler inside."""
+        """Return the sampler inside."""
         return self._loader.sampler
 
     def __len__(self) -> int:
@@ -153,17 +156,20 @@ class PlannedBatchSampler(PlannedSampler):
 
 
 class DeliveredLoader(DataLoader[Any]):
-    """A registered DataLoader in a rank. Made when names are unpacked, as ``registered.reduce_registered`` says."""
+    """A registered DataLoader in a rank.
+
+    Unpacking the names makes it (``registered.reduce_registered``).
+    """
 
     __taas_stays__ = True  # capture: the notebook keeps the loader it has
-    _is_accelerate_prepared = True  # accelerate passes a loader with this mark through as it is
+    _is_accelerate_prepared = True  # accelerate does not change a loader with this mark
     _iterations = _yielded = 0
     _begun = False
 
     def __init__(
         self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: Any
     ) -> None:
-        # DataLoader.__init__ would build samplers and check workers that are not here.
+        # DataLoader.__init__ would build samplers and check workers that a rank does not have.
         self.__dict__.update(attributes)
         self.taas_name, self.taas_parts = name, parts  # registered.LoaderParts, for data processes
         self._epoch: int = sampler["epoch"]
@@ -187,7 +193,7 @@ class DeliveredLoader(DataLoader[Any]):
         return known
 
     def __len__(self) -> int:
-        """Steps of this rank in one iteration."""
+        """Return this rank's steps in one iteration."""
         steps = _steps(_connected().config, self._facts()[1])
         steps = self._allowed() if steps is None else steps
         if steps is None:
@@ -201,15 +207,15 @@ class DeliveredLoader(DataLoader[Any]):
         return None if units is None else units // config.ranks
 
     def __iter__(self) -> Any:
-        """Begin the next iteration. Raises UnitsExhausted where ``--units`` elements were taken already.
+        """Begin the next iteration; raise UnitsExhausted if ``--units`` allows no more.
 
-        The loop that an earlier start of the run had ended with them is empty instead: the cell was
-        on its way to its save.
+        A loop that an earlier start of the run has finished is empty instead of an error, since the
+        restarted cell still has to reach its save.
         """
         connection = _connected()
         index, facts = self._facts()
         place = _START
-        if not self._begun:  # what an earlier start of the run took counts as taken
+        if not self._begun:  # elements that an earlier start of the run took count as taken
             place = connection.places.get(self.taas_name, place)
             self._iterations, self._yielded = place.iteration, place.taken + place.step
         self._begun = connection.begun = True
@@ -232,7 +238,7 @@ class DeliveredLoader(DataLoader[Any]):
 
 
 class DeliveredIterator:
-    """One iteration in one rank, from its step ``first`` on."""
+    """One iteration in one rank, from step ``first`` on."""
 
     def __init__(
         self, loader: DeliveredLoader, connection: DeliveryConnection, plan: int, first: int
@@ -284,7 +290,7 @@ class DeliveredIterator:
         return pinning.pin(holdings.build(element)) if pinned is None else pinned
 
     def _pin_next(self) -> None:
-        """Let a thread pin the next element, if it is here, while the program works with this one."""
+        """Let a thread pin the next element, if it has arrived, while the program uses this one."""
         if not (self._loader.pin_memory and own_gpu.with_contexts()):
             return
         element = self._connection.peek(self._plan, self._step)
@@ -297,7 +303,7 @@ class DeliveredIterator:
             self._pinning.begin(ahead)
 
     def finish(self, asked: int) -> None:
-        """Come to the end; so many steps were asked beyond."""
+        """End the iteration after ``asked`` steps were asked for."""
         self._over = True
         if self._pinning is not None:
             self._pinning.end()
@@ -305,7 +311,7 @@ class DeliveredIterator:
 
     @property
     def _left_at(self) -> int:
-        """Whoever leaves the loop has not asked beyond its last step."""
+        """Return the steps asked for by a loop that is left: not beyond its last one."""
         return max(self._first, self._step - 1)
 
     def __del__(self) -> None:

@@ -1,7 +1,7 @@
-"""How an element is made: torch's own fetch and collate, with a seed per element, or as one of a stream.
+"""Makes elements: with torch's own fetch and collate, and a seed for each, or as part of a stream.
 
-The elements of an iterable dataset are those that torch's own DataLoader yields, with processes of
-its own, in one data worker.
+For an iterable dataset, one data worker runs torch's own DataLoader, with its own processes, and
+delivers the elements that it yields.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from taas.delivery.registered import LoaderParts, Loaders
 
 
 def load_loaders(path: str) -> Loaders:
-    """Unpack the ranks' payload in this data process, which has no GPU; return the registered loaders in it."""
-    torch.set_num_threads(1)  # a pool of threads would not be there in forked workers
+    """Unpack the ranks' payload in this data process; return the registered loaders in it.
+
+    Data processes have no GPU.
+    """
+    torch.set_num_threads(1)  # a thread pool would be missing in forked workers
     fd = os.open(path, os.O_RDONLY)
     try:
         objects = unpack(fd, vars(sys.modules["__main__"]), Path.cwd(), DeliveredLoader)
@@ -57,8 +60,8 @@ class Failure:
 
 
 RngStates = dict[str, Any]
-"""States of the process-wide generators that samplers and datasets draw from, of those that are
-loaded.
+"""States of the process-wide generators that samplers and datasets draw from, if their libraries
+are loaded.
 """
 rngs_now = partial(states_of_generators, cuda=False)
 apply_rngs = partial(set_generators, cuda=False)
@@ -117,7 +120,7 @@ class MapFetcher:
 
 
 def place_of(index: bytes, *, streamed: bool) -> str:
-    """Return what a ticket's index says, in words for the user."""
+    """Return a ticket's index in words for the user."""
     found = pickle.loads(index)
     return f"its stream from element {found[0]} on" if streamed else _short(found)
 
@@ -128,23 +131,23 @@ def _short(index: Any) -> str:
     return f"index {index!r}" if not isinstance(index, list) else f"indices {index!r}"
 
 
-# ── iterable datasets
-# ─────────────────────────────────────────────────────────────────────────────────
+# ── iterable datasets ─────────────────────────────────────────────────────────────────────────────
 
 
 class _Elements(IterableDataset[Any]):
-    """What one of torch's own workers yields of a loader, in that process: elements made and packed there, or Failures.
+    """The dataset of one of torch's own workers: it makes and packs a loader's elements.
 
-    With ``num_workers=0`` a worker makes what the notebook itself would, from one and the same
+    In the place of an element that raised it yields a Failure.
+
+    With ``num_workers=0`` the worker makes what the notebook itself would make, from the same
     dataset in all iterations.
     """
 
     def __init__(self, name: str, parts: LoaderParts) -> None:
         self._name, self._parts = name, parts
         self.keeps = parts.persistent_workers or parts.num_workers == 0
-        self.base_seed = ctypes.c_int64.from_buffer(
-            mmap.mmap(-1, 8)
-        )  # of the iteration; its workers read it
+        # of the iteration; its workers read it
+        self.base_seed = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))
         self._number = -1
 
     def __iter__(self) -> Iterator[PackedElement | Failure]:
@@ -158,14 +161,14 @@ class _Elements(IterableDataset[Any]):
             except StopIteration:
                 return
             except BaseException as error:
-                make = make or partial(next, iter(()))  # it has not begun, and is at its end
+                make = make or partial(next, iter(()))  # it could not begin, so it has ended
                 yield Failure(
                     error, f"raised while making element {made} of '{self._name}', or packing it"
                 )
             made += 1
 
     def _begin(self) -> Callable[[], Any]:
-        """Be one of torch's workers, as it would be in the notebook."""
+        """Set this process up as torch sets up its worker in the notebook."""
         parts, base_seed = self._parts, self.base_seed.value
         first = self._number < 0
         if first:
@@ -191,35 +194,35 @@ class _Elements(IterableDataset[Any]):
 
 
 class _Stream:
-    """One iteration: its elements in their order, each kept until nobody can ask for it any more."""
+    """One iteration, and its elements until no rank can ask for them any more."""
 
     def __init__(self, elements: DataLoader[Any], base_seed: int) -> None:
         self.loader: DataLoader[Any] | None = elements
         self.made = 0
         elements.dataset.base_seed.value = base_seed  # type: ignore[attr-defined]
-        with (
-            warnings.catch_warnings()
-        ):  # the other thread is zmq's, whose locks a child never takes
+        with warnings.catch_warnings():
+            # The other thread is zmq's; a child never takes its locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._elements: Any = iter(elements)
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # what a dead worker has made before is taken first
+        # so that elements which a dead worker made before its death are taken first
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.held: dict[int, Any] = {}
         self._last: Any = None
 
     def take(self, position: int, floor: int, ranks: int, *, pads: bool) -> Any:
-        """Return the element at a position, once its row is whole; None: there is none. None before ``floor`` is kept.
+        """Return the element at a position once its row is whole; None if there is none.
 
-        To pad, the first row is kept, and the last one need not be whole.
+        Elements before ``floor`` are dropped.
+
+        With ``pads`` the first row is kept, and the last one need not be whole.
         """
         row_end = position - position % ranks + ranks
         while self.made < row_end:
             element = self._next()
             if element is None:
-                # A dataset that raises has ended. The ranks whose elements would have come behind
-                # get the same error: a row that is not whole is dropped, and the error would be
-                # with it.
+                # A dataset that raises has ended. A row that is not whole is dropped, and the error
+                # would be dropped with it. So the ranks whose elements would come next in the row
+                # get the same error.
                 in_row = self.made % ranks > 0
                 if not (in_row and isinstance(self._last, Failure)):
                     break
@@ -234,9 +237,9 @@ class _Stream:
     def _next(self) -> Any:
         try:
             return next(self._elements, None)
-        except (
-            RuntimeError
-        ):  # torch's: one of its workers has died; another data worker reads it again
+        except RuntimeError:
+            # torch's: one of its workers has died. This process dies the same way, and another data
+            # worker reads the stream again.
             code = next(
                 (worker.exitcode for worker in self._elements._workers if worker.exitcode), 1
             )
@@ -246,27 +249,27 @@ class _Stream:
 
 
 class OwnedStreams:
-    """The iterable loaders that a worker owns: their iterations that are open, by plan."""
+    """The iterable loaders that a worker owns, with their open iterations by plan."""
 
     def __init__(self, loaders: Loaders, config: DeliveryConfig) -> None:
         self._loaders, self._ranks, self._pads = loaders, config.ranks, config.uneven == "pad"
         self._streams: dict[int, _Stream] = {}
-        self._closed: set[int] = set()  # of which tickets may still be there
-        self._idle: dict[int, DataLoader[Any]] = {}  # with workers that persist, by loader
+        self._closed: set[int] = set()  # plans of which tickets may still arrive
+        self._idle: dict[int, DataLoader[Any]] = {}  # with persistent workers, by loader
 
     def make(self, ticket: Ticket) -> PackedElement | Failure | int:
-        """Return an element; or how many there are, where there are no more."""
+        """Return an element, or the number of elements if there are no more."""
         position, iteration, base_seed = pickle.loads(ticket.which)
         if ticket.plan in self._closed:
-            return 0  # nobody looks at it
+            return 0  # no rank looks at it
         stream = self._streams.get(ticket.plan)
         if stream is None or (position < stream.made and position not in stream.held):
             elements = self._idle.pop(ticket.loader, None)
             if elements is None:
                 elements = self._new(ticket.loader)
                 if iteration > 0 and self._loaders[ticket.loader][1].persistent_workers:
-                    # They have died since, or the run was started again: there is no place to go on
-                    # from.
+                    # The persistent workers have died, or the run was started again, so this
+                    # iteration cannot continue their state.
                     base_seed = element_seed(base_seed, iteration, 0)
             stream = self._streams[ticket.plan] = _Stream(elements, base_seed)
         found = stream.take(position, ticket.floor, self._ranks, pads=self._pads)
@@ -287,13 +290,13 @@ class OwnedStreams:
         )
 
     def _rest(self, loader: int, stream: _Stream) -> None:
-        """A later iteration goes on with the same workers, where torch's would."""
+        """Keep the workers for a later iteration, if torch would keep them."""
         elements, stream.loader = stream.loader, None
         if elements is not None and elements.persistent_workers:
             self._idle[loader] = elements
 
     def cancel(self, message: Cancel) -> None:
-        """All ranks are through with a plan."""
+        """All ranks have closed a plan, so drop it."""
         self._closed.add(message.plan)
         if (stream := self._streams.pop(message.plan, None)) is not None:
             self._rest(message.loader, stream)

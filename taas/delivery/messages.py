@@ -1,4 +1,6 @@
-"""What the processes of a delivery say: to each other in MessagePack over zmq, and to the supervisor in JSON lines.
+"""The messages of a delivery.
+
+Its processes talk MessagePack over zmq to each other, and JSON lines to the supervisor.
 
 Opaque ``bytes`` fields hold pickles of user objects (an index, an exception): the coordinator
 passes them on unread.
@@ -18,7 +20,7 @@ from taas.wire.framing import Alive, Leave, Message
 
 
 class Peer(NamedTuple):
-    """Who somebody is on the control channel."""
+    """A peer on the control channel."""
 
     role: str  # planner, pool (a data VM's worker pool), worker or rank
     number: int = 0  # of the rank, or of the data VM
@@ -26,12 +28,12 @@ class Peer(NamedTuple):
 
     @property
     def holder(self) -> str:
-        """Under whose name it has its key: a data worker has its pool's."""
+        """Return the name of the key that the peer uses; data workers use their pool's."""
         return f"{'pool' if self.role == 'worker' else self.role} {self.number}"
 
     @property
     def pool(self) -> Peer:
-        """The worker pool of a data worker's VM."""
+        """Return the worker pool of a data worker's VM."""
         return Peer("pool", self.number)
 
 
@@ -39,19 +41,19 @@ PLANNER = Peer("planner")
 
 
 def new_identity(peer: Peer) -> bytes:
-    """Return a name for a peer's connection, which nobody else can take."""
+    """Return a name for a peer's connection that no other peer can take."""
     return f"{peer.role} {peer.number} {peer.serial} {secrets.token_hex(8)}".encode()
 
 
 @functools.lru_cache(1 << 16)
 def peer_named(identity: bytes) -> Peer:
-    """Return whose connection's name it says it is; a ValueError where it is nobody's."""
+    """Return the peer that a connection's name claims; raise ValueError for a malformed name."""
     role, number, serial, _ = identity.decode("ascii").split()
     return Peer(role, int(number), int(serial))
 
 
 def holders(ranks: int, pools: int) -> list[str]:
-    """Return who has a key in a run with so many ranks and worker pools."""
+    """Return the names of all keys in a run with so many ranks and worker pools."""
     peers = [("rank", number) for number in range(ranks)] + [
         ("pool", number) for number in range(pools)
     ]
@@ -59,23 +61,26 @@ def holders(ranks: int, pools: int) -> list[str]:
 
 
 class Hello(Message, frozen=True):
-    """A peer is there: its name says what it is. The planner's is passed on to the ranks, a rank's to the workers.
+    """A peer says that it is there; its connection's name says which one it is.
 
-    The coordinator says it to the supervisor: peers can be started.
+    The coordinator passes the planner's on to the ranks, and a rank's on to the workers.
+
+    The coordinator's own tells the supervisor that peers can be started.
     """
 
-    error: str = (
-        ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
-    )
+    error: str = ""  # why a planner or worker pool cannot load the registered loaders
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
     shared: bool = False  # a worker has mapped the slabs
-    rank: int = -1  # which one it is, as the coordinator tells workers
+    rank: int = -1  # filled in by the coordinator, for workers
     address: str = ""  # where a rank takes elements, or the coordinator listens
     key: bytes = b""  # its CURVE key there; empty on one host
 
 
 class Cancel(Message, frozen=True):
-    """Nobody will ask for this plan again. ``undone``: no rank had begun it; what comes next begins afresh."""
+    """No rank will ask for this plan again.
+
+    ``undone``: no rank had begun it, so that the next iteration starts from the same state.
+    """
 
     plan: int
     loader: int
@@ -89,22 +94,22 @@ class Note(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """No element will come any more, as the coordinator finds or is told; ranks raise this at the next request."""
+    """No more elements will come; ranks raise this at their next request.
+
+    The coordinator finds that out itself, or is told by the supervisor.
+    """
 
     reason: str
 
 
-# ── planner
-# ───────────────────────────────────────────────────────────────────────────────────────────
+# ── planner ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class LoaderFacts(NamedTuple):
     """What only the unpickled loader can tell."""
 
     name: str  # as it was registered
-    length: int | None = (
-        None  # elements of one iteration, over all ranks; None if the loader has no length
-    )
+    length: int | None = None  # elements of one iteration over all ranks; None: it has no length
     streamed: bool = False  # its dataset is iterable: one worker makes its elements, in their order
     epoch: int | None = None  # the sampler's at launch; None if it has no set_epoch
     per_rank: bool = False  # the sampler is distributed: each rank has a stream of its own
@@ -113,22 +118,25 @@ class LoaderFacts(NamedTuple):
 
 
 class Draw(Message, frozen=True):
-    """Send about ``count`` more indices of a plan; at the first of these for a plan its iteration is begun."""
+    """Asks for about ``count`` more indices of a plan.
+
+    The first request for a plan begins its iteration.
+    """
 
     plan: int
     loader: int
-    iteration: (
-        int  # of this loader; one begun before is begun again from the same state of its generators
-    )
+    # of this loader; one that has begun before begins again from the same state of its generators
+    iteration: int
     epoch: int | None
     count: int
-    repeats: bool = (
-        False  # a restarted run goes on here: iterate all iterations before this one first
-    )
+    repeats: bool = False  # a restarted run continues here: run all earlier iterations first
 
 
 class Planned(Message, frozen=True):
-    """The next indices of a plan, in order; ``failure`` is a packed exception of the user's sampler."""
+    """The next indices of a plan, in order.
+
+    ``failure`` is a packed exception of the user's sampler.
+    """
 
     plan: int
     base_seed: int
@@ -138,27 +146,31 @@ class Planned(Message, frozen=True):
 
 
 class FinishPlans(Message, frozen=True):
-    """The ranks have ended: tell where generators stand after these iterations (loader, last one begun, its epoch)."""
+    """The ranks have ended: asks where the generators stand after these iterations.
 
-    begun: Sequence[tuple[int, int, int | None]] = ()  # which the supervisor does not know
+    Each is a loader, its last iteration that has begun, and its epoch.
+    """
+
+    begun: Sequence[tuple[int, int, int | None]] = ()  # the supervisor leaves it empty
 
 
 class Final(Message, frozen=True):
-    """Where the loaders' generators stand, for ``registered.apply_final``."""
+    """The final states of the loaders' generators, for ``registered.apply_final``."""
 
     # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
     states: bytes
-    unknown: dict[str, str] = msgspec.field(
-        default_factory=dict
-    )  # why it is not known of others, by name
+    # why the state is not known, by loader's name
+    unknown: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-# ── workers and their pools
-# ───────────────────────────────────────────────────────────────────────────
+# ── workers and their pools ───────────────────────────────────────────────────────────────────────
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker of this pool ended. ``number`` is the element it worked on."""
+    """A worker of this pool has ended.
+
+    ``number`` is the element that it was making.
+    """
 
     serial: int
     number: int
@@ -166,7 +178,7 @@ class WorkerLost(Message, frozen=True):
 
 
 class Ticket(NamedTuple):
-    """An element to be made; others may be making it, too."""
+    """An order to make an element, which other workers may be making as well."""
 
     number: int  # of the element, unique over the run
     plan: int
@@ -186,19 +198,20 @@ class Ticket(NamedTuple):
 
 
 class Result(NamedTuple):
-    """An element was made and sent: the bytes of memory it takes, and the seconds it took to make."""
+    """A worker has made and sent an element.
+
+    ``nbytes`` is the memory that the element takes, ``seconds`` the time that making it took.
+    """
 
     number: int
     nbytes: int
     seconds: float
     leaked: bool = False  # user code still holds memory of the slot: it is never given out again
-    end: int = (
-        -1
-    )  # its dataset is iterable, and has no more than so many elements: this is none of them
+    # the element does not exist: its iterable dataset ended after so many elements
+    end: int = -1
 
 
-# ── ranks
-# ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Begin(Message, frozen=True):
@@ -207,45 +220,48 @@ class Begin(Message, frozen=True):
     loader: int
     iteration: int
     epoch: int | None
-    start: int = 0  # its first step; more than 0 only where a run goes on that was started again
-    taken: int = 0  # steps that an earlier start of the run took of the iterations before
+    start: int = 0  # its first step; above 0 only in a run that was started again
+    taken: int = 0  # steps of earlier iterations that an earlier start of the run took
 
 
 class Ended(Message, frozen=True):
-    """A plan gives the rank ``steps`` elements and no more; then it raises what there is to raise."""
+    """A plan gives the rank ``steps`` elements; then the rank raises ``failure`` or ``refusal``."""
 
     plan: int
     steps: int
     failure: bytes = b""  # packed exception of the user's sampler
-    refusal: str = ""  # why there is no more, though there should be
+    refusal: str = ""  # why the plan ends early
     disagree: bool = False  # it was refused because another rank asked for something else
 
 
 class PlanProgress(NamedTuple):
-    """The rank has consumed so many steps of a plan, has asked for the one after the first ``asked``, or is through."""
+    """How far a rank is in a plan.
+
+    It has consumed so many steps, and asked for the one after the first ``asked``.
+    """
 
     plan: int
     consumed: int
     asked: int
-    closed: bool = False
+    closed: bool = False  # the rank asks for no more of it
 
 
 class Progress(Message, frozen=True):
-    """What a rank has done with its elements."""
+    """A rank reports what it has done with its elements."""
 
     plans: list[PlanProgress]
-    released: list[
-        int
-    ]  # numbers of elements that were yielded and whose memory nobody uses any more
+    released: list[int]  # numbers of yielded elements whose memory is not used any more
     waited: float  # seconds spent waiting in all
 
 
-# ── the data path (worker → rank), frame 0 after its MAC
-# ──────────────────────────────────────────────
+# ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────
 
 
 class ElementArrival(NamedTuple):
-    """Where an element lies. Several may travel in one message, their pickles in one frame, in this order."""
+    """Where an element lies in memory.
+
+    Several may travel in one message; then one frame has their pickles, in this order.
+    """
 
     number: int  # of the element; its rank drops what it has already
     plan: int
@@ -257,25 +273,26 @@ class ElementArrival(NamedTuple):
     pickled: int  # bytes of its pickle
 
 
-# ── the coordinator and the supervisor
-# ────────────────────────────────────────────────────────────────
+# ── the coordinator and the supervisor ────────────────────────────────────────────────────────────
 
 
 class ProgressReport(Message, frozen=True):
-    """How far the delivery is; the last one is the coordinator's last word."""
+    """How far the delivery is; the coordinator's last message is one of these."""
 
     delivered: Delivered
     workers: int
-    prebuffered: bool  # every loader's first elements are ready: the ranks can be asked for
-    over: bool  # every unit was consumed: whoever makes elements is needed no more
-    places: dict[str, ResumePoint]  # where each loader that ranks have begun would go on, by name
+    prebuffered: bool  # every loader's first elements are ready, so that the ranks can start
+    over: bool  # every unit was consumed, so that the data side is not needed any more
+    places: dict[str, ResumePoint]  # where each loader that has begun would continue, by name
 
 
 class HostLost(Message, frozen=True):
-    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other.
+    """A data VM is gone, and other VMs make what it had leased.
 
-    On this host the coordinator only finds that a worker pool is silent: the supervisor ends it,
-    and says when it is gone.
+    The supervisor tells the coordinator, or the other way round.
+
+    On this host the coordinator only notices that a worker pool is silent; the supervisor kills
+    the pool, and reports when it is gone.
     """
 
     vm: int  # the planner has -1
@@ -287,7 +304,7 @@ ToPlanner = Draw | Cancel | FinishPlans | Leave
 FromWorker = Hello | list[Result]
 FromPool = Hello | Alive | WorkerLost
 ToWorker = list[Ticket] | Hello | Cancel | Leave
-"""Tickets are to be made in their order."""
+"""A worker makes its tickets in their order."""
 FromRank = Hello | Begin | Progress
 ToRank = Hello | Ended | Cancel | Failed
 Command = FinishPlans | Failed | HostLost

@@ -1,7 +1,9 @@
-"""Elements in page-locked memory, from which a GPU copies beside the program (``DataLoader(pin_memory=True)``).
+"""Copies elements into page-locked memory (``DataLoader(pin_memory=True)``).
 
-While the program works with an element, a thread copies the next one, if that is here. The pinned
-buffers are torch's, which keeps them for later elements, and knows which of them a GPU still reads.
+A GPU copies from such memory while the program runs on.
+
+While the program works with an element, a thread copies the next one, if it has arrived. torch owns
+the pinned buffers; it reuses them for later elements, and knows which ones a GPU still reads.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from taas.delivery.connection import Ahead, Element
 
 
 def pin(value: Any) -> Any:
-    """Return a copy of all tensors of an element in page-locked memory, as a DataLoader makes it."""
+    """Return a copy of an element with all tensors in page-locked memory, as a DataLoader does."""
     return _utils.pin_memory.pin_memory(value)
 
 
 @dataclass
 class _Pinned:
-    """What the thread makes of an element; ``error`` is what that raised, for who asks for the element."""
+    """What the thread makes of an element.
+
+    ``error`` is what pinning raised, for the loop that asks for the element.
+    """
 
     ahead: Ahead
     done: threading.Event = field(default_factory=threading.Event)
@@ -41,12 +46,15 @@ class PinAhead:
         threading.Thread(target=self._pin, name="taas-pins", daemon=True).start()
 
     def begin(self, ahead: Ahead) -> None:
-        """Let the thread pin an element that is here, and was not taken yet."""
+        """Let the thread pin an element that has arrived and was not taken yet."""
         self._next = _Pinned(ahead)
         self._asked.put(self._next)
 
     def take(self, element: Element) -> Any:
-        """Return what was pinned of this element, None where another one was, or none; raises what pinning it has raised."""
+        """Return the pinned copy of this element, or None if this one was not pinned.
+
+        Raises what pinning has raised.
+        """
         pinned, self._next = self._next, None
         if pinned is None or pinned.ahead.element is not element:
             return None
@@ -57,7 +65,7 @@ class PinAhead:
         return pinned.value
 
     def end(self) -> None:
-        """Let the thread end when it has done what it was asked."""
+        """Let the thread end after its current work."""
         self._asked.put(None)
 
     def _pin(self) -> None:
@@ -68,4 +76,4 @@ class PinAhead:
             except BaseException as error:
                 pinned.error = error
             pinned.done.set()
-            del pinned  # it would keep the element while this thread waits
+            del pinned  # else the element would live while this thread waits

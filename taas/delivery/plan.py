@@ -1,8 +1,10 @@
-"""What element i is: the order of one iteration, fixed before anybody makes it. Pure; no I/O.
+"""Says what element i is: the order of one iteration, fixed before any element is made.
 
-Indices arrive in the order of the user's sampler and leave as rows of one element a rank: element
-``seq`` is step ``seq // ranks`` of rank ``seq % ranks``. Only whole rows leave, so that all ranks
-have the same number of steps.
+Pure; no I/O.
+
+Indices arrive in the order of the user's sampler, and become rows of one element for each rank:
+element ``seq`` is step ``seq // ranks`` of rank ``seq % ranks``. Only whole rows are used, so that
+all ranks have the same number of steps.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ _MASK = (1 << 64) - 1
 
 
 def plan_number(loader: int, iteration: int, epoch: int | None) -> int:
-    """Return the number of a plan, which a rank so knows without asking."""
+    """Return the number of a plan; a rank computes it without asking."""
     return element_seed(loader, iteration, -1 if epoch is None else element_seed(epoch, 0, 0))
 
 
 def element_seed(base_seed: int, iteration: int, seq: int) -> int:
-    """Return the seed of one element, which depends on the plan alone: a splitmix64 finaliser, so neighbours share nothing."""
+    """Return the seed of one element, which depends on the plan alone.
+
+    This is a splitmix64 finaliser, so that the seeds of neighbours are independent.
+    """
     z = (base_seed + (iteration << 40) + (seq + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -31,7 +36,7 @@ def element_seed(base_seed: int, iteration: int, seq: int) -> int:
 
 
 def unshared(elements: int, ranks: int) -> str:
-    """Return what is said of an iteration whose last row is incomplete."""
+    """Return the words about an iteration whose last row is incomplete."""
     return (
         f"has {elements} elements, which {ranks} ranks cannot share evenly. Use --uneven drop"
         f" (leaves out the last {elements % ranks}) or --uneven pad (repeats the first ones), or"
@@ -41,20 +46,20 @@ def unshared(elements: int, ranks: int) -> str:
 
 @dataclass(slots=True)
 class Lease:
-    """One worker that makes an element."""
+    """The order to one worker to make an element."""
 
     worker: Peer
     offset: int  # of its slot
     capacity: int  # of its slot; 0: it has none
     expected: float  # seconds it should take
-    done: bool = False  # its worker writes no more
-    # its worker is dead, or has found no such element in its stream: the element may not come
+    done: bool = False  # its worker has finished, and does not write any more
+    # its worker is dead, or found no such element in its stream: the element will not come from it
     lost: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One planned element, until its rank has done with it."""
+    """One planned element, until its rank has finished with it."""
 
     plan: Plan
     seq: int
@@ -62,27 +67,27 @@ class Work:
     step: int
     seed: int
     index: bytes
-    number: int = 0  # unique over the run, the same in every lease; 0: it was never leased
+    number: int = 0  # unique in the run, the same in every lease; 0: it was never leased
     leases: list[Lease] = field(default_factory=list)
-    nbytes: int = 0  # that it counts for as work ahead of its rank
+    nbytes: int = 0  # so many it counts for as work ahead of its rank
     deaths: int = 0
-    poison: str = ""  # how those died who made it: nobody is to make it again
-    over: bool = False  # consumed, or nobody wants it any more
-    released: bool = False  # its rank uses no memory of it, and looks at none that is still to come
+    poison: str = ""  # how its makers died, if no worker is to make it again
+    over: bool = False  # it was consumed, or no rank wants it any more
+    released: bool = False  # its rank does not use its memory, and will not look at it later
     queued: bool = False  # waits to be leased again
 
     @property
     def is_coming(self) -> bool:
-        """Whether somebody has made it, or is at it, who lives."""
+        """Return whether a living worker has made it, or is making it."""
         return any(not lease.lost for lease in self.leases)
 
     @property
     def is_made(self) -> bool:
-        """Whether somebody has made it who lives."""
+        """Return whether a living worker has made it."""
         return any(lease.done and not lease.lost for lease in self.leases)
 
     def lease_of(self, worker: Peer) -> Lease | None:
-        """Return what this worker has yet to make, if it is to make it."""
+        """Return this worker's lease that is not done; None if it has none."""
         return next(
             (lease for lease in self.leases if lease.worker == worker and not lease.done), None
         )
@@ -95,14 +100,12 @@ class RankView:
     begun: bool = False
     closed: bool = False
     consumed: int = 0
-    asked: int = (
-        0  # steps it has asked beyond; who leaves its loop consumed the last without asking on
-    )
-    queue: deque[Work] = field(
-        default_factory=deque
-    )  # planned, leased to nobody yet, in order of steps
+    # steps after which it has asked for one more; a loop that is left consumed its last step, and
+    # did not ask for another one
+    asked: int = 0
+    queue: deque[Work] = field(default_factory=deque)  # planned, not leased yet, in order of steps
     unconsumed: deque[Work] = field(default_factory=deque)  # leased or made, in order of steps
-    nbytes: int = 0  # of these
+    nbytes: int = 0  # of the unconsumed ones
 
 
 @dataclass(slots=True, eq=False)
@@ -115,19 +118,15 @@ class Plan:
     epoch: int | None
     size: InitVar[int]  # of the world
     uneven: Uneven
-    # its elements are those of an iterable dataset: nobody knows how many before the last is made
+    # its dataset is iterable: the number of elements is not known before the last one was made
     streamed: bool = False
     ranks: list[RankView] = field(init=False)
-    furthest: int = 0  # of a stream: elements that anybody has made
-    deaths: tuple[int, int] = (
-        0,
-        0,
-    )  # of a stream: how far it was, and how many in turn died without getting further
-    poison: str = ""  # of a stream: how they died, once nobody is to make what is beyond
-    base_seed: int | None = (
-        None  # what its elements' seeds come from; None while the planner has not said
-    )
-    rows: int = 0  # rows that have left, that is, steps planned for every rank
+    furthest: int = 0  # of a stream: how many elements were made
+    # of a stream: how far it was, and how many workers in turn died without getting further
+    deaths: tuple[int, int] = (0, 0)
+    poison: str = ""  # of a stream: how they died, if no worker is to make elements beyond
+    base_seed: int | None = None  # source of its elements' seeds; None until the planner says it
+    rows: int = 0  # complete rows, that is, steps planned for every rank
     asked: bool = False  # the planner has yet to answer
     ended: bool = False  # the sampler has no more
     failure: bytes = b""  # packed exception of the user's sampler, raised after all rows
@@ -140,27 +139,27 @@ class Plan:
 
     @property
     def drawn(self) -> int:
-        """Indices received from the sampler, until it has no more."""
+        """Return the number of indices received from the sampler, until it has no more."""
         return self.rows * len(self.ranks) + len(self._row)
 
     @property
     def begun(self) -> bool:
-        """Whether a rank has asked for this iteration."""
+        """Return whether a rank has asked for this iteration."""
         return any(view.begun for view in self.ranks)
 
     @property
     def broken(self) -> bool:
-        """Whether it ends with an error."""
+        """Return whether it ends with an error."""
         return bool(self.failure or self.refusal)
 
     @property
     def closed(self) -> bool:
-        """Whether no rank will ask for more of it."""
+        """Return whether no rank will ask for more of it."""
         return all(view.closed for view in self.ranks)
 
     @property
     def lowest(self) -> int:
-        """The lowest step that a rank may still ask for."""
+        """Return the lowest step that a rank may still ask for."""
         return min((view.consumed for view in self.ranks if not view.closed), default=self.rows)
 
     def extend(self, indices: list[bytes], base_seed: int) -> None:
@@ -173,7 +172,7 @@ class Plan:
                 self._release_row()
 
     def end(self, failure: bytes = b"") -> None:
-        """Close the plan: the sampler is at its end, or raised ``failure``."""
+        """End the plan: the sampler has no more, or raised ``failure``."""
         self.ended, self.failure = True, failure
         if self._row and not failure and self.uneven == "pad":
             missing = len(self.ranks) - len(self._row)
@@ -184,9 +183,11 @@ class Plan:
         self._row.clear()
 
     def end_stream(self, elements: int) -> None:
-        """Close the plan of a stream that has so many elements: what was planned beyond them is nobody's.
+        """End the plan of a stream that turned out to have so many elements.
 
-        To pad, those of the last row are its first ones instead.
+        What was planned beyond them is over.
+
+        With ``--uneven pad`` the missing elements of the last row repeat the first ones.
         """
         self.rows, rest = divmod(elements, len(self.ranks))
         if rest and self.uneven == "raise":
@@ -214,7 +215,7 @@ class Plan:
         self._row.clear()
 
     def consume(self, rank: int, consumed: int) -> list[Work]:
-        """Move a rank's watermark; return the work that lies below it now."""
+        """Raise a rank's watermark; return the work that lies below it now."""
         view = self.ranks[rank]
         view.consumed = max(view.consumed, consumed)
         below = []
@@ -226,14 +227,17 @@ class Plan:
         return below
 
     def skip(self, start: int) -> list[Work]:
-        """Begin at a step: what is before counts as consumed by all ranks; return what of it was leased."""
+        """Begin at a step: earlier steps count as consumed by all ranks.
+
+        Returns the skipped work that was leased.
+        """
         below = [work for rank in range(len(self.ranks)) for work in self.consume(rank, start)]
         for view in self.ranks:
             view.asked = start
         return [work for work in below if work.leases]
 
     def close(self, rank: int) -> list[Work]:
-        """The rank wants no more; return what workers make for it yet, which is made for nobody."""
+        """The rank wants no more; return the leased work that no rank will take."""
         view = self.ranks[rank]
         view.begun = view.closed = True
         works = [*view.queue, *view.unconsumed]
@@ -245,13 +249,13 @@ class Plan:
         return [work for work in works if work.leases]
 
     def take(self, rank: int, nbytes: int) -> Work:
-        """Return the rank's next work, which is under way from now on, with about so many bytes."""
+        """Return the rank's next work, which counts as under way with about so many bytes."""
         work = self.ranks[rank].queue.popleft()
         self.ranks[rank].unconsumed.append(work)
         self.weigh(work, nbytes)
         return work
 
     def weigh(self, work: Work, nbytes: int) -> None:
-        """An element under way has so many bytes."""
+        """Set the bytes that an element under way counts for."""
         self.ranks[work.rank].nbytes += nbytes - work.nbytes
         work.nbytes = nbytes

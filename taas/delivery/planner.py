@@ -1,13 +1,13 @@
-"""The planner process: it answers the coordinator with the indices that the user's samplers draw.
+"""The planner process: it runs the user's samplers, and sends their indices to the coordinator.
 
-Samplers run exactly as torch's DataLoader would run them. It draws in a fixed sequence, which these
+Samplers run exactly as torch's DataLoader runs them. It draws in a fixed sequence, which these
 plans repeat (``torch/utils/data/dataloader.py``): a new iterator calls ``iter(index_sampler)``,
 then draws its base seed from the loader's generator; with workers it calls ``iter(index_sampler)``
-once more. Persistent workers keep that iterator: a later iteration of theirs only calls
-``iter(index_sampler)``, once.
+once more. Persistent workers keep that iterator, so a later iteration only calls
+``iter(index_sampler)`` once.
 
-Each loader plans on RNG streams of its own that begin where the notebook's stood at launch: how far
-one loader is planned ahead never shows in the order of another.
+Each loader has its own RNG streams, which begin where the notebook's stood at launch. So the order
+of one loader does not depend on how far another one is planned ahead.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ from taas.delivery.transport import connected
 from taas.wire.framing import Leave, pack
 
 _SLICE = 0.02
-"""Seconds after which a slow sampler's indices are sent, even if more were asked for."""
+"""After so many seconds a slow sampler's indices are sent, even if more were asked for."""
 
 
-# ── one loader's iterations
-# ───────────────────────────────────────────────────────────────────────────
+# ── one loader's iterations ───────────────────────────────────────────────────────────────────────
 
 
 _Snapshot = tuple[RngStates, dict[str, Any]]
-"""Everything an iteration's order hangs on: states of process-wide RNGs, and of the sampler's own
-generators by path.
+"""Everything that determines an iteration's order: the states of process-wide RNGs, and of the
+sampler's own generators by path.
 """
 
 
 @dataclass(slots=True)
 class Iteration:
-    """One iteration of a loader, drawn as far as was asked; ``error`` is what its sampler raised, after all drawn before."""
+    """One iteration of a loader, drawn as far as was asked.
+
+    ``error`` is what its sampler raised, after all indices drawn before.
+    """
 
     number: int
     base_seed: int = 0
@@ -71,16 +73,18 @@ class Iteration:
 
 
 class LoaderPlans:
-    """One loader's iterations: opened in order, drawn lazily, begun again from the same state if need be."""
+    """One loader's iterations: opened in order and drawn lazily.
+
+    An iteration can begin again from the same state.
+    """
 
     def __init__(self, name: str, parts: LoaderParts, rngs: RngStates, ranks: int) -> None:
         self.name, self.parts, self.ranks = name, parts, ranks
         self.note = ""
         self._rngs = rngs
         self._generators = _generators_of(parts)
-        self._starts: dict[
-            int, _Snapshot
-        ] = {}  # of iterations; the end of one is the start of the next
+        # states at the starts of iterations; the end of one is the start of the next
+        self._starts: dict[int, _Snapshot] = {}
         self._base_seed = 0
         self._distributed = _find_distributed(parts)
         self._index_samplers = [parts.index_sampler]
@@ -109,7 +113,7 @@ class LoaderPlans:
             return None
 
     def _per_rank(self, sampler: Any) -> list[Any]:
-        """Return the index sampler once per rank, each seeing that rank's share."""
+        """Return the index sampler once for each rank, each with that rank's share."""
         if sampler.num_replicas != self.ranks:
             self.note = (
                 f"'{self.name}': its DistributedSampler was built for {sampler.num_replicas}"
@@ -130,10 +134,10 @@ class LoaderPlans:
     # ── iterations ────────────────────────────────────────────────────────────────────────────────
 
     def open(self, number: int, epoch: int | None, *, repeats: bool = False) -> Iteration:
-        """Begin an iteration; one begun before starts from the same state again.
+        """Begin an iteration; one that has begun before starts from the same state again.
 
-        Where it ``repeats``, all iterations before it run to their ends first, as in an earlier
-        start of the run.
+        With ``repeats`` all iterations before it run to their ends first, as in an earlier start of
+        the run.
         """
         opened = Iteration(number)
         try:
@@ -185,7 +189,10 @@ class LoaderPlans:
         until: float,
         pack: Callable[[Any], Any] = lambda index: index,
     ) -> list[Any]:
-        """Return up to ``count`` indices, fewer at the iteration's end or error, or when the clock passes ``until``."""
+        """Return up to ``count`` indices.
+
+        They are fewer at the iteration's end or error, or when the clock passes ``until``.
+        """
         indices: list[Any] = []
         if opened.ended or opened.error is not None or not opened.streams:
             return indices
@@ -209,9 +216,11 @@ class LoaderPlans:
     def final_states(
         self, number: int, epoch: int | None, opened: Iteration | None
     ) -> dict[str, bytes | int]:
-        """Return where the loader's own generators stand after an iteration, by attribute path; and its epoch.
+        """Return the states of the loader's own generators after an iteration.
 
-        ``opened`` is that iteration, if it was not dropped. Raises what the sampler raises.
+        They are keyed by attribute path; the epoch is among them.
+
+        ``opened`` is that iteration, if it was not dropped. An error of the sampler is raised.
         """
         if opened is not None and number + 1 not in self._starts:
             self._run_out(opened)
@@ -224,7 +233,7 @@ class LoaderPlans:
         return states
 
     def _run_out(self, opened: Iteration, most: int = 1_000_000) -> None:
-        """Draw the rest of an iteration that the ranks left early, if it is no more than ``most`` indices."""
+        """Draw the rest of an iteration that the ranks left early, up to ``most`` indices."""
         left = most if self._length() is not None and not self.parts.iterable else 0
         while left > 0 and not opened.ended and opened.error is None:
             left -= len(self.draw(opened, min(left, 1000), float("inf")))
@@ -241,7 +250,7 @@ _END = object()
 
 
 def _with_epochs(index_sampler: Any) -> list[Any]:
-    """Return the index sampler and the sampler inside it, those of them that know epochs."""
+    """Return those of the index sampler and the sampler inside it that know epochs."""
     samplers = index_sampler, getattr(index_sampler, "sampler", None)
     return [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
 
@@ -267,7 +276,7 @@ def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
 
 
 def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
-    """Return every torch.Generator that the loader or its samplers hold, by attribute path, once each."""
+    """Return each torch.Generator of the loader and its samplers, by attribute path."""
     found: dict[str, torch.Generator] = {}
     places = [("generator", parts.generator)]
     sampler = getattr(parts.index_sampler, "sampler", None)
@@ -286,12 +295,14 @@ def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
     return found
 
 
-# ── the process
-# ───────────────────────────────────────────────────────────────────────────────────────
+# ── the process ───────────────────────────────────────────────────────────────────────────────────
 
 
 class Planner:
-    """Answers the coordinator, of the loaders that can be planned, by number; one plan is one iteration of one loader."""
+    """Answers the coordinator's requests for indices.
+
+    It has the loaders that can be planned, by number; a plan is one iteration of one loader.
+    """
 
     def __init__(self, loaders: dict[int, LoaderPlans]) -> None:
         self._loaders = loaders
@@ -317,7 +328,7 @@ class Planner:
         packed = plans.draw(opened, message.count, time.monotonic() + _SLICE, _pack_index)
         if opened.error is None:
             return Planned(message.plan, opened.base_seed, packed, opened.ended)
-        if packed:  # the next answer tells of the error, after the indices before it
+        if packed:  # these indices come before the error, which the next reply reports
             return Planned(message.plan, opened.base_seed, packed, False)
         where = (
             f"raised by the sampler of '{plans.name}', in the process that iterates it ahead of the"
@@ -338,7 +349,7 @@ class Planner:
 
 
 def _pack_index(index: Any) -> bytes:
-    """Pickle an index; one of a class of the notebook's by value."""
+    """Pickle an index; cloudpickle takes those of the notebook's own classes."""
     try:
         return pickle.dumps(index, 5)
     except (pickle.PicklingError, TypeError, AttributeError):
@@ -347,9 +358,9 @@ def _pack_index(index: Any) -> bytes:
 
 
 def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts, ...]]:
-    """Return the plans of those loaders that can be planned, by number; and what is known of each."""
+    """Return the plans of the loaders that can be planned, by number, and facts of all loaders."""
     parts_of = load_loaders(config.payload)
-    rngs = rngs_now()  # the notebook's, and this process's where it has none
+    rngs = rngs_now()  # the notebook's states, or this process's where it has none
     plans, facts = {}, []
     for number, (name, parts) in enumerate(parts_of):
         try:
@@ -364,7 +375,7 @@ def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts,
 
 
 def main(config: DataOrder) -> None:
-    """Serve until told to quit."""
+    """Serve until told to leave."""
     with connected(config.common, PLANNER, ToPlanner) as control:
         planner = Planner({})
         try:

@@ -1,6 +1,8 @@
-"""Which plans are open, how far they are planned, who has begun and closed them. Pure; no I/O.
+"""Keeps the open plans: how far they are planned, and which ranks have begun and closed them.
 
-Messages for others are left in ``outbox`` as ``(peer, message)``.
+Pure; no I/O.
+
+``outbox`` collects the messages to send, as ``(peer, message)``.
 """
 
 from __future__ import annotations
@@ -24,35 +26,36 @@ from taas.delivery.plan import Plan, Work, plan_number, unshared
 from taas.wire.framing import Message
 
 _BACKLOG = 100_000
-"""Tickets planned for a slow rank while others run ahead; a ticket is some 300 bytes."""
+"""So many tickets are planned at most while one rank is slow; a ticket takes some 300 bytes."""
 
 
 @dataclass(slots=True)
 class LoaderBook:
-    """One registered loader: its facts, its open plans by iteration, and what its units still allow."""
+    """A registered loader with its facts, its open plans by iteration, and its remaining units."""
 
     index: int
     facts: LoaderFacts
     ranks: int
     rows_allowed: int | None
     plans: dict[int, Plan] = field(default_factory=dict)
-    rows_closed: int = 0  # that all ranks took of closed plans, or an earlier start took
-    rows_before: int = 0  # of these, the rows before the plan that was closed last
+    rows_closed: int = 0  # taken by all ranks of closed plans, or by an earlier start of the run
+    rows_before: int = 0  # those of them that came before the plan that was closed last
     begun_by: set[int] = field(default_factory=set)
-    begun_at: tuple[int, int] | None = (
-        None  # iteration and step that this start of the run began with
-    )
+    begun_at: tuple[int, int] | None = None  # first iteration and step of this start of the run
     last_begun: tuple[int, int | None] | None = None  # iteration and epoch
     delivered: int = 0  # elements consumed, in all ranks
 
     @property
     def units(self) -> int | None:
-        """Elements that ``--units`` allows in all; None without a limit."""
+        """Return how many elements ``--units`` allows in all; None without a limit."""
         return None if self.rows_allowed is None else self.rows_allowed * self.ranks
 
     @property
     def ready(self) -> int:
-        """Elements made that no rank has consumed; what a dead worker had is made again."""
+        """Count the elements that are made and not consumed.
+
+        An element whose maker died counts when it is made again.
+        """
         return sum(
             work.is_made and not work.over
             for plan in self.plans.values()
@@ -62,29 +65,34 @@ class LoaderBook:
 
     @property
     def is_over(self) -> bool:
-        """Whether ranks have consumed all that ``--units`` allows, or nothing of it can be delivered."""
+        """Return whether ranks have consumed all that ``--units`` allows.
+
+        A loader that cannot be delivered is over, too.
+        """
         return bool(self.facts.error) or (self.units is not None and self.delivered >= self.units)
 
     def planned(self, *, begun: bool = False) -> int:
         """Return how many elements are planned or delivered.
 
-        ``begun``: without iterations that are only prepared for, and without what a stream may not
-        have.
+        ``begun``: without iterations that are only prepared, and without elements that a stream may
+        turn out not to have.
         """
         count = self.delivered
         for plan in self.plans.values():
             if begun and not plan.begun:
                 continue
             for view in plan.ranks:
-                # What was leased beyond the end of a stream, before that was known, is over, and is
-                # nobody's.
+                # Elements beyond a stream's end, leased before the end was known, are over.
                 count += sum(not work.over for work in view.unconsumed)
                 if not begun or not plan.streamed or plan.ended:
                     count += len(view.queue)
         return count
 
     def rows_left(self, plan: Plan | None = None) -> int | None:
-        """Rows that ``--units`` leaves for a plan (None: the next one); None without a limit."""
+        """Return the rows that ``--units`` leaves for a plan (None: the next one).
+
+        None without a limit.
+        """
         if self.rows_allowed is None:
             return None
         others = [other for other in self.plans.values() if other is not plan]
@@ -93,21 +101,21 @@ class LoaderBook:
             if plan
             else []
         )
-        if inside:  # they may take all that they have not taken elsewhere
+        if inside:  # they may take all rows that they have not taken in other plans
             taken = min(sum(other.ranks[rank].consumed for other in others) for rank in inside)
         else:
             taken = sum(other.rows for other in others)
         return max(0, self.rows_allowed - self.rows_closed - taken)
 
     def predicted_epoch(self, iteration: int) -> int | None:
-        """Guess what ``set_epoch`` will be told: one up each time."""
+        """Guess the next argument of ``set_epoch``: one more each time."""
         if self.last_begun is None or self.last_begun[1] is None:
             return self.facts.epoch
         return self.last_begun[1] + iteration - self.last_begun[0]
 
     @property
     def place(self) -> ResumePoint | None:
-        """Where a run that is started again would go on; None where no rank has begun."""
+        """Return where a restarted run would continue; None if no rank has begun."""
         if self.last_begun is None:
             return None
         begun = [plan for plan in self.plans.values() if plan.begun]
@@ -127,7 +135,10 @@ class LoaderBook:
         return ResumePoint(iteration, step, taken)
 
     def used_up(self, rows: int) -> bool:
-        """Whether ``--units`` allows no more than so many rows: the iteration that took the last ends with it."""
+        """Return whether ``--units`` allows no more than so many rows.
+
+        Then the iteration that took the last row ends with it.
+        """
         return self.rows_allowed is not None and rows >= self.rows_allowed
 
 
@@ -142,23 +153,23 @@ class Plans:
         self.loaders: list[LoaderBook] = []
         self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
-        self.dropped: list[Work] = []  # leased for ranks that will never look at it
+        self.dropped: list[Work] = []  # leased for ranks that will never ask for it
         self.owners: dict[int, Peer] = {}
-        """Of loaders of iterable datasets: the worker that makes their elements."""
+        """The worker that makes a loader's elements, for loaders of iterable datasets."""
 
     def tell(self, rank: int, message: Message) -> None:
-        """Leave a message for a rank."""
+        """Put a message for a rank into the outbox."""
         self.outbox.append((Peer("rank", rank), message))
 
     @property
     def is_over(self) -> bool:
-        """Whether every unit was consumed: nothing is to be made any more."""
+        """Return whether every unit was consumed, so that no element is made any more."""
         return bool(self.loaders) and all(book.is_over for book in self.loaders)
 
     # ── planner ───────────────────────────────────────────────────────────────────────────────────
 
     def hello(self, facts: Iterable[LoaderFacts]) -> None:
-        """The planner has the loaders: open the first iteration of each."""
+        """Open the first iteration of each loader, now that the planner has them."""
         for index, fact in enumerate(facts):
             units = self._config.units_of(fact.name)
             self.loaders.append(
@@ -169,7 +180,7 @@ class Plans:
                 self._open(book, 0, book.facts.epoch)
 
     def planned(self, message: Planned) -> None:
-        """Indices arrived, maybe of a plan that nobody wants any more."""
+        """Take in indices from the planner; their plan may have been dropped."""
         plan = self.by_number.get(message.plan)
         if plan is None or plan.ended:
             return
@@ -180,7 +191,7 @@ class Plans:
         self.tell_end(plan)
 
     def refill(self) -> None:
-        """Ask the planner for what will be needed soon: more indices, or the next iteration."""
+        """Ask the planner for what is needed soon: more indices, or the next iteration."""
         for book in self.loaders:
             for plan in list(book.plans.values()):
                 self._draw(book, plan)
@@ -197,7 +208,10 @@ class Plans:
                 self._open(book, latest.iteration + 1, book.predicted_epoch(latest.iteration + 1))
 
     def _draw(self, book: LoaderBook, plan: Plan) -> None:
-        """Ask for indices that will be needed soon; the first time in any case, for the plan's seed."""
+        """Ask for indices that are needed soon.
+
+        The first request is made in any case, since its reply has the plan's seed.
+        """
         count = self._indices_wanted(book, plan)
         if not (plan.ended or plan.asked) and (count > 0 or plan.base_seed is None):
             plan.asked = True
@@ -222,7 +236,7 @@ class Plans:
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rank: int, message: Begin) -> None:
-        """A rank calls ``iter()``, for which it has to know the loaders."""
+        """A rank calls ``iter()``; it knows the loaders already."""
         book = self.loaders[message.loader]
         disagreement = self._disagreement(rank, book, message)
         refusal = disagreement or self._refusal(book)
@@ -231,7 +245,7 @@ class Plans:
             self.tell(rank, Ended(number, 0, refusal=refusal, disagree=bool(disagreement)))
             return
         if (ahead := book.plans.get(message.iteration)) and ahead.epoch != message.epoch:
-            self._drop(ahead)  # it was planned for another epoch than the ranks then chose
+            self._drop(ahead)  # it was planned for another epoch than the ranks chose
         plan = self.by_number.get(number) or self._open(book, message.iteration, message.epoch)
         if not book.begun_by:
             self._go_on(book, plan, message)
@@ -243,7 +257,7 @@ class Plans:
         self.tell_end(plan, rank)
 
     def _go_on(self, book: LoaderBook, plan: Plan, message: Begin) -> None:
-        """A loader is begun for the first time: after a restart, not always at its start."""
+        """A loader begins for the first time, after a restart perhaps in the middle."""
         book.begun_at = (message.iteration, message.start)
         for earlier in [other for other in book.plans.values() if other.iteration < plan.iteration]:
             self._drop(earlier)
@@ -281,7 +295,7 @@ class Plans:
         return book.facts.error
 
     def close(self, rank: int, plan_id: int) -> None:
-        """A rank is through with a plan."""
+        """A rank asks for no more of a plan."""
         plan = self.by_number.get(plan_id)
         if plan is None or plan.ranks[rank].closed:
             return
@@ -301,7 +315,7 @@ class Plans:
             self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
 
     def tell_end(self, plan: Plan, only: int | None = None) -> None:
-        """Tell all ranks that are in a plan, or only one, how it ends, once that is known."""
+        """Tell the ranks in a plan how it ends, once that is known; ``only``: tell this rank."""
         if not plan.ended:
             return
         name = self.loaders[plan.loader].facts.name
@@ -325,7 +339,7 @@ class Plans:
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
     def heads(self, book: LoaderBook) -> Iterator[tuple[Plan, int]]:
-        """Yield (plan, rank) whose next work may be leased, the most urgent first."""
+        """Yield (plan, rank) pairs whose next work may be leased, the most urgent first."""
         for _, plan in sorted(book.plans.items()):
             ready = [
                 (view.queue[0].step, rank)

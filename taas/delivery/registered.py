@@ -1,7 +1,9 @@
-"""How registered loaders travel: as stand-ins with their parts in the ranks' payload, their generators' states back.
+"""How registered loaders travel to the ranks, and their generators' states back.
 
-Data processes unpack the same file as the ranks, and take the parts. Imports no torch: a loader
-brings it.
+In the ranks' payload a loader is a stand-in that has its parts.
+
+Data processes unpack the same file as the ranks, and take the parts. This module does not import
+torch; a registered loader has imported it.
 """
 
 from __future__ import annotations
@@ -19,20 +21,16 @@ from taas.wire.framing import MessageReader
 class Registration:
     """One registered loader."""
 
-    name: str  # what it goes by in --units and in the live view
+    name: str  # its name in --units and in the live view
     loader: Any
-    variable: str | None = (
-        None  # the one that holds it, if any: by this one finds out whether a cell uses it
-    )
+    variable: str | None = None  # the variable that holds it: a cell that names it uses the loader
 
 
 @dataclass(slots=True)
 class LoaderParts:
-    """A registered loader on the data side: how it fetches; nothing of its own machinery."""
+    """A registered loader on the data side: how it fetches, without its own machinery."""
 
-    dataset: (
-        Any  # map-style or iterable; of a registered iterable that is no DataLoader, that iterable
-    )
+    dataset: Any  # map-style or iterable; or a registered iterable that is not a DataLoader
     index_sampler: Any = None  # what DataLoader would iterate: its batch sampler, or its sampler
     auto_collation: bool = False  # whether the index sampler yields batches of indices
     batch_size: int | None = None
@@ -46,7 +44,10 @@ class LoaderParts:
     plain: bool = False  # it is no DataLoader: its elements are delivered as they are
 
     def iterable_length(self) -> int:
-        """Return how many elements an iterable dataset says it has. Raises a TypeError if it does not say."""
+        """Return how many elements an iterable dataset says it has.
+
+        Raises a TypeError if it does not say.
+        """
         length = len(self.dataset)
         if self.auto_collation and self.batch_size:
             length = length // self.batch_size if self.drop_last else -(-length // self.batch_size)
@@ -57,7 +58,8 @@ Loaders = list[tuple[str, LoaderParts]]
 """Name and parts of each registered loader of a run."""
 
 _TAKEN = (
-    "batch_size", "drop_last", "collate_fn", "worker_init_fn", "num_workers", "persistent_workers", "generator",
+    "batch_size", "drop_last", "collate_fn", "worker_init_fn", "num_workers",
+    "persistent_workers", "generator",
 )  # fmt: skip
 
 
@@ -76,7 +78,10 @@ def take_apart(loader: Any) -> LoaderParts:
 
 
 def loaders_in_use(loaders: Sequence[Registration], used: tuple[str, ...]) -> list[str]:
-    """Return a line for the user for each registered loader that a cell does not name; it is an error to name none."""
+    """Return a line for the user for each registered loader that a cell does not use.
+
+    A cell that uses none of them is an error.
+    """
     mine = [loader for loader in loaders if loader.variable in used]
     if loaders and not mine:
         raise HeaderError(
@@ -87,12 +92,11 @@ def loaders_in_use(loaders: Sequence[Registration], used: tuple[str, ...]) -> li
     return [f"{loader.name} {said}" for loader in loaders if loader not in mine]
 
 
-# ── in a payload
-# ──────────────────────────────────────────────────────────────────────────────────────
+# ── in a payload ──────────────────────────────────────────────────────────────────────────────────
 
 
 class _Itself:
-    """Travels as an iterable that is no DataLoader, where that travels as its stand-in."""
+    """Stands for a registered iterable, so that the original travels and not its stand-in."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -106,7 +110,10 @@ _delivering: dict[int, tuple[Registration, LoaderParts]] = {}
 
 @contextlib.contextmanager
 def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
-    """While a cell with data workers is captured: these loaders travel as DeliveredLoader, which has their parts."""
+    """Let these loaders travel as DeliveredLoader while a cell with data workers is captured.
+
+    A DeliveredLoader has the loader's parts.
+    """
     try:
         for entry in loaders:
             parts = take_apart(entry.loader)
@@ -119,23 +126,24 @@ def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
 
 
 def loaders_delivered() -> list[Any]:
-    """Return the loaders that are being delivered to the run that is captured."""
+    """Return the loaders that are delivered to the run that is being captured."""
     return [entry.loader for entry, _ in _delivering.values()]
 
 
 def delivers(cls: type) -> bool:
-    """Whether a loader of this type is being delivered to the run that is captured."""
+    """Return whether a loader of this type is delivered to the run that is being captured."""
     return any(type(entry.loader) is cls for entry, _ in _delivering.values())
 
 
 _KEPT = (
-    "dataset", "batch_size", "drop_last", "num_workers", "pin_memory", "pin_memory_device", "timeout", "prefetch_factor",
-    "persistent_workers", "worker_init_fn", "collate_fn", "in_order", "_dataset_kind",
+    "dataset", "batch_size", "drop_last", "num_workers", "pin_memory", "pin_memory_device",
+    "timeout", "prefetch_factor", "persistent_workers", "worker_init_fn", "collate_fn", "in_order",
+    "_dataset_kind",
 )  # fmt: skip
 
 
 def reduce_registered(loader: Any) -> tuple[Any, ...] | None:
-    """Return how a registered loader travels (a ``__reduce__`` tuple); None for anything else."""
+    """Return the ``__reduce__`` tuple of a registered loader; None for other objects."""
     if id(loader) not in _delivering:
         return None
     entry, parts = _delivering[id(loader)]
@@ -161,14 +169,16 @@ def _sampler_facts(loader: Any) -> dict[str, Any]:
     return facts
 
 
-# ── back to the notebook
-# ──────────────────────────────────────────────────────────────────────────────
+# ── back to the notebook ──────────────────────────────────────────────────────────────────────────
 
 _read_states = MessageReader(dict[str, dict[str, bytes | int]])
 
 
 def apply_final(states: bytes, loaders: Iterable[Registration]) -> None:
-    """Set the loaders' own generators to where ``Final.states`` says, empty or not. Nothing is unpickled."""
+    """Set the loaders' own generators to ``Final.states``, if it is not empty.
+
+    Nothing is unpickled.
+    """
     known = {entry.name: entry.loader for entry in loaders}
     for name, values in _read_states(states).items() if states else ():
         for path, value in values.items():

@@ -1,9 +1,9 @@
-"""Slabs: shared memory that elements are made in and read from, without a copy between.
+"""Slabs: shared memory in which elements are made and read without a copy.
 
-The coordinator makes one memfd, in which each rank has its slab; offsets are the file's. Its size
-is address space; memory is reserved with ``posix_fallocate``, because a page that cannot be had
-when it is first written is a SIGBUS and no exception. Room is given out first fit, lowest offset
-first, so that a rank that keeps up touches few pages.
+The coordinator makes one memfd, in which each rank has its slab; offsets are those of the file. Its
+size is only address space. Memory is reserved with ``posix_fallocate``, because a write to a page
+for which there is no memory is a SIGBUS and no exception. Slots are allocated first fit, lowest
+offset first, so that a rank that keeps up touches few pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POPULATE_WRITE = 23
 
 
 class SlabFile:
-    """The coordinator's side: the file and how much of each rank's slab, of ``size`` bytes, is reserved."""
+    """The coordinator's side: the file, and how much of each rank's slab is reserved."""
 
     def __init__(self, size: int, ranks: int) -> None:
         self._size = size
@@ -35,7 +35,10 @@ class SlabFile:
             self._size = 0  # a limit on file sizes: elements travel as frames
 
     def reserve(self, rank: int, upto: int) -> int:
-        """Reserve memory of a rank's slab up to a byte; return up to which it is reserved, less when memory is short."""
+        """Reserve memory of a rank's slab up to an offset; return the offset that was reached.
+
+        It is lower than asked when the system has no more memory.
+        """
         reserved = self._reserved[rank]
         goal = min((rank + 1) * self._size, max(upto, reserved + _RESERVE))
         if reserved < upto and reserved < goal:
@@ -55,7 +58,7 @@ class Slabs:
         self._faulted: set[tuple[int, int]] = set()
 
     def fault_in(self, offset: int, nbytes: int) -> None:
-        """Map the pages of a slot in one call instead of one fault a page; once per slot."""
+        """Map the pages of a slot in one call instead of one fault a page; once for each slot."""
         if (offset, nbytes) not in self._faulted:
             self._faulted.add((offset, nbytes))
             with contextlib.suppress(OSError):  # before Linux 5.14
@@ -63,7 +66,10 @@ class Slabs:
 
 
 class SlotLease(ctypes.Array[ctypes.c_char]):
-    """A slot's buffer as Python objects see it. Subclasses have a length; see ``lease_slot``."""
+    """The buffer of a slot as Python objects see it.
+
+    ``lease_slot`` makes subclasses, which have a length.
+    """
 
     _type_ = ctypes.c_char
     _length_ = 0
@@ -75,28 +81,34 @@ class SlotLease(ctypes.Array[ctypes.c_char]):
 
 @functools.cache
 def _lease_type(capacity: int) -> Any:
-    """Return the type of slots of a size, of which there are few (``slot_size``)."""
+    """Return the type for slots of one size; there are few sizes (``slot_size``)."""
     return type("Lease", (SlotLease,), {"_length_": capacity, "_type_": ctypes.c_char})
 
 
 def lease_slot(slabs: Slabs, offset: int, capacity: int, on_free: Callable[[], None]) -> SlotLease:
-    """Return the buffer of one slot; ``on_free`` is called, in any thread, when nobody uses it any more."""
+    """Return the buffer of one slot.
+
+    ``on_free`` is called, in any thread, when no object uses the buffer any more.
+    """
     lease: SlotLease = _lease_type(capacity).from_buffer(slabs.map, offset)
     lease.on_free = on_free
     return lease
 
 
 def slot_size(nbytes: int) -> int:
-    """Round up to a whole page, at most an eighth above: few different sizes, so freed room fits again."""
+    """Round up to whole pages, by an eighth at most.
+
+    So there are few different sizes, and freed slots fit again.
+    """
     step = max(_PAGE, (1 << max(nbytes - 1, 1).bit_length()) // 16)
     return max(_PAGE, -(-nbytes // step) * step)
 
 
 class SlotTable:
-    """Free extents of one slab, sorted by offset, merged with their neighbours.
+    """The free extents of one slab, sorted by offset and merged with their neighbours.
 
-    Memory is reserved as it is first needed: ``reserve(upto)`` returns up to which offset it is
-    safe to touch.
+    Memory is reserved when it is first needed; ``reserve(upto)`` returns the offset up to which it
+    is safe to touch.
     """
 
     def __init__(self, size: int, reserve: Callable[[int], int], start: int = 0) -> None:
@@ -118,7 +130,7 @@ class SlotTable:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take back what ``take`` gave."""
+        """Take back a slot that ``take`` returned."""
         extents, end = self._extents, offset + nbytes
         first = last = bisect_left(extents, (offset, 0))
         if last < len(extents) and extents[last][0] == end:
@@ -130,7 +142,10 @@ class SlotTable:
         extents[first:last] = [(offset, end - offset)]
 
     def _grow(self, upto: int) -> bool:
-        """Reserve up to a byte; where that cannot be had, free room behind what is reserved is forgotten."""
+        """Reserve up to an offset.
+
+        Where that is impossible, forget the free extents behind what is reserved.
+        """
         self._reserved = self._reserve(upto)
         if self._reserved >= upto:
             return True
@@ -141,5 +156,5 @@ class SlotTable:
 
 
 def slab_size(buffer: int, ranks: int) -> int:
-    """Return the bytes of elements that may be under way per rank: its share of ``buffer``, at least 4 MiB."""
+    """Return the size of a rank's slab: its share of ``buffer``, 4 MiB at least."""
     return max(4 << 20, buffer // ranks // (1 << 20) * (1 << 20))

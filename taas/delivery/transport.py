@@ -1,9 +1,9 @@
-"""Ways of the delivery: the control channel, the data path, the slabs' descriptor, the coordinator's pipes.
+"""The channels of a delivery: control, data, the slabs' descriptor, the coordinator's pipes.
 
-Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can speak as itself
-only. Data goes from worker to rank on one PUSH socket per pair. On one host all are UNIX sockets in
-a folder that nobody else can enter; between hosts they are TCP under CURVE, data under PLAIN where
-the user chose so. On either, a MAC over header and pickle is checked before anything is unpickled
+Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can only speak for
+itself. Data goes from worker to rank on one PUSH socket for each pair. On one host all of these are
+UNIX sockets in a private folder; between hosts they are TCP with CURVE, or PLAIN for data if the
+user chose that. In both cases a MAC over header and pickle is checked before anything is unpickled
 (``taas.wire.framing``).
 """
 
@@ -38,7 +38,7 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _bind(server: zmq.Socket[bytes], folder: str, name: str, host: str) -> str:
-    """Let a socket listen in the folder, or where there is none at the host's address; returns where."""
+    """Let a socket listen in the folder, or at the host's address without one; return where."""
     if folder:
         endpoint = f"ipc://{folder}/{name}"
         server.bind(endpoint)
@@ -47,7 +47,10 @@ def _bind(server: zmq.Socket[bytes], folder: str, name: str, host: str) -> str:
 
 
 class ControlServer:
-    """The coordinator's end: ``poll`` its router and its gate's socket, receive and send named messages."""
+    """The coordinator's end of the control channel.
+
+    Poll its router and its gate's socket; messages come and go with their peers' names.
+    """
 
     def __init__(self, context: Any, config: DeliveryConfig) -> None:
         keys = config.keys
@@ -60,20 +63,20 @@ class ControlServer:
         self.endpoint = _bind(self.router, config.folder, "control", config.host)
 
     def receive(self, most: int) -> Iterator[tuple[Peer, bytes]]:
-        """Yield up to ``most`` messages that are there, with their senders, who have these peers' keys."""
+        """Yield up to ``most`` waiting messages with their senders, whose keys were checked."""
         for _ in range(most):
             try:
                 name, *frames = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            with contextlib.suppress(ValueError):  # nobody of ours
+            with contextlib.suppress(ValueError):  # not a peer of this run
                 peer = peer_named(name.bytes)
                 if len(frames) == 1 and peer.holder == self._holders[str(frames[0].get("User-Id"))]:
                     self._routes[peer] = name.bytes
                     yield peer, frames[0].bytes
 
     def send(self, peer: Peer, message: Message | list[Ticket]) -> bool:
-        """Send; False if no such peer is connected."""
+        """Send a message; return False if no such peer is connected."""
         if peer not in self._routes:
             return False
         try:
@@ -84,7 +87,10 @@ class ControlServer:
 
 
 class ControlClient:
-    """A peer's connection to the coordinator; ``hears`` is the union of messages that this sends it."""
+    """A peer's connection to the coordinator.
+
+    ``hears`` is the union of messages that the coordinator sends it.
+    """
 
     def __init__(self, context: Any, config: DeliveryConfig, name: Peer, hears: Any) -> None:
         keys = config.keys
@@ -99,13 +105,16 @@ class ControlClient:
         self.socket.send(pack(message))
 
     def receive(self, flags: int = 0) -> Any:
-        """Return the next message; waits for it, unless ``flags`` are ``zmq.NOBLOCK``."""
+        """Return the next message; wait for it, unless ``flags`` are ``zmq.NOBLOCK``."""
         return self._read(self.socket.recv(flags))
 
 
 @contextlib.contextmanager
 def connected(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[ControlClient]:
-    """Have a connection to the coordinator, as :class:`ControlClient` takes it, and nothing beside."""
+    """Open a connection to the coordinator in a context of its own.
+
+    The arguments are those of :class:`ControlClient`.
+    """
     with new_context() as context:
         control = ControlClient(context, config, name, hears)
         with control.socket:
@@ -115,8 +124,8 @@ def connected(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[Contro
 class DataReceiver:
     """A rank's end of the data path.
 
-    On TCP who connects is asked for a secret first: the server's public key, which only peers have,
-    or without encryption a password, so that nobody else fills this process's memory.
+    On TCP a worker has to show a secret to connect: the server's public key, which only peers have,
+    or without encryption a password. So no other process can fill this one's memory.
     """
 
     def __init__(self, context: Any, config: DeliveryConfig, rank: int, host: str) -> None:
@@ -125,7 +134,7 @@ class DataReceiver:
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.key = b""  # what workers need to connect, beside the address
-        self.gate: Gate | None = None  # to be answered, where there is one; workers wait for it
+        self.gate: Gate | None = None  # to be answered, if there is one; workers wait for it
         if not folder:
             self.socket.setsockopt(zmq.RCVBUF, 4 << 20)
         if not folder and config.encrypt:
@@ -158,10 +167,10 @@ def connect_data(context: Any, address: str, key: bytes, keys: Keys) -> zmq.Sock
 
 
 class SlabServer:
-    """Hands the slabs' descriptor to whoever connects: nobody else can enter the folder.
+    """Sends the slabs' descriptor to every process that connects; its folder is private.
 
-    It travels as ancillary data: a rank whose storage guard dropped its capabilities may not look
-    into ``/proc/<pid>/fd``.
+    The descriptor travels as ancillary data, because a rank that has given up its capabilities may
+    not open ``/proc/<pid>/fd``.
     """
 
     def __init__(self, folder: str, fd: int) -> None:
@@ -172,11 +181,11 @@ class SlabServer:
         self._listener.setblocking(False)
 
     def fileno(self) -> int:
-        """Readable when somebody asks."""
+        """Return a descriptor that is readable when a process connects."""
         return self._listener.fileno()
 
     def answer(self) -> None:
-        """Serve one client, and wait for none: what it has not read yet lies in its socket."""
+        """Serve one client without waiting for it; what it has not read stays in its socket."""
         with contextlib.suppress(OSError):
             client, _ = self._listener.accept()
             with client:
@@ -185,14 +194,17 @@ class SlabServer:
 
 
 def map_slabs(folder: str) -> Slabs | None:
-    """Map all slabs; None where they are on another host, or empty, by a limit on file sizes: frames on the socket do."""
+    """Map all slabs; return None if they are on another host, or empty.
+
+    A limit on file sizes makes them empty. Elements travel as frames then.
+    """
     if not folder:
         return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(10.0)
         client.connect(f"{folder}/{_SLABS}")
         found = socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]
-    if not found:  # the system drops a descriptor for which there is no room
+    if not found:  # the system drops a descriptor if the process has too many
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     [fd] = found
     try:
@@ -202,7 +214,10 @@ def map_slabs(folder: str) -> Slabs | None:
 
 
 class CoordinatorProcess(Child):
-    """A run's coordinator. What it is told first is its DeliveryConfig."""
+    """A run's coordinator as a child process.
+
+    The first line to send it is its DeliveryConfig.
+    """
 
     def __init__(self) -> None:
         environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

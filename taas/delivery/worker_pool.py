@@ -1,7 +1,8 @@
-"""A data VM's worker pool: holds the registered loaders once, forks the data workers, says how they end.
+"""A data VM's worker pool: it holds the registered loaders, and forks the data workers.
 
-Workers share the dataset's pages with the worker pool, so a VM has one copy of it. A worker takes
-tickets, makes elements, and writes them where the rank will read them.
+Workers share the dataset's pages with the worker pool, so that a VM has one copy of it. A worker
+takes tickets, makes elements, and writes them where the rank reads them. The pool reports how
+workers end, and replaces them.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ from taas.wire.framing import Alive, Leave, pack, seal
 from taas.wording import killed_by
 
 _FLUSH = 0.002
-"""Seconds for which results may wait to travel together."""
+"""Results may wait so many seconds, to travel together."""
 
 
 class Worker:
-    """One process. ``status`` tells its worker pool what it is on; ``number`` is what ``get_worker_info().id`` says."""
+    """One data worker.
+
+    ``status`` tells its pool which element it is making; ``number`` is ``get_worker_info().id``.
+    """
 
     def __init__(
         self, config: DataOrder, name: Peer, number: int, loaders: Loaders, status: memoryview
@@ -74,13 +78,13 @@ class Worker:
         self._outgoing: dict[int, tuple[list[ElementArrival], list[bytes]]] = {}
         self._unsent: dict[int, list[list[Any]]] = {}
         self._slabs = None
-        with contextlib.suppress(OSError):  # its elements travel as frames then
+        with contextlib.suppress(OSError):  # then its elements travel as frames
             self._slabs = map_slabs(common.folder)
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> None:
-        """Work until killed by the pool."""
+        """Work until the pool kills this process."""
         self._control.send(Hello(shared=self._slabs is not None))
         while True:
             self._listen()
@@ -88,7 +92,7 @@ class Worker:
                 self._serve(self._todo.popleft())
 
     def _listen(self) -> None:
-        """Take what has come; wait for it if there is nothing to do."""
+        """Take in what has arrived; wait for a message if there is nothing to do."""
         idle = not self._todo
         if idle or time.perf_counter() - self._flushed > _FLUSH:
             self._flush()
@@ -137,9 +141,8 @@ class Worker:
                 made = slot, made.packed
             region, stream = made
             self._send(ticket, region, stream, failed)
-            leaked = (
-                slot.slot and slot.is_held()
-            )  # also where the element did not fit, and lies elsewhere
+            # also of an element that did not fit into the slot, and lies elsewhere
+            leaked = slot.slot and slot.is_held()
             if leaked:
                 self._plain_stack.add(ticket.loader)
             nbytes, seconds = region.used + len(stream), time.perf_counter() - began
@@ -163,7 +166,10 @@ class Worker:
         )
 
     def _make(self, ticket: Ticket, region: RawRegion) -> tuple[RawRegion, bytes] | Failure | int:
-        """Return an element, packed into this region, or another one; of a stream that has no more, how many it has."""
+        """Return an element, packed into this region or another one.
+
+        Of a stream that has no more, return how many elements it has.
+        """
         title, parts = self._loaders[ticket.loader]
         if ticket.poison:
             place = place_of(ticket.which, streamed=parts.iterable)
@@ -175,7 +181,7 @@ class Worker:
                 "given up",
             )
         if parts.iterable:
-            self._flush()  # the next one may take long
+            self._flush()  # the next element may take long
             found = self._streams.make(ticket)
             return _placed(found, region) if isinstance(found, PackedElement) else found
         with stacking_into(None if ticket.loader in self._plain_stack else region):
@@ -213,7 +219,7 @@ class Worker:
 
 
 def _placed(found: PackedElement, region: RawRegion) -> tuple[RawRegion, bytes]:
-    """Return an element that was packed elsewhere, with its memory in this region, if it has room."""
+    """Return a packed element with its memory in this region, if there is room."""
     nbytes = found.memory.nbytes
     if region.take(nbytes) is None:
         region = RawRegion(found.memory.data)
@@ -223,8 +229,7 @@ def _placed(found: PackedElement, region: RawRegion) -> tuple[RawRegion, bytes]:
     return region, found.stream
 
 
-# ── the pool
-# ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the pool ──────────────────────────────────────────────────────────────────────────────────────
 
 _BEAT = 0.5
 
@@ -239,13 +244,12 @@ class WorkerPool:
         self._children: dict[int, tuple[int, int, int]] = {}  # by pidfd: serial, number, pid
 
     def run(self) -> None:
-        """Keep the workers until told to quit."""
+        """Keep the workers running until told to leave."""
         for number in range(self._config.processes):
             self._fork(number)
         name = Peer("pool", self._config.vm)
-        with connected(
-            self._config.common, name, ToWorker
-        ) as control:  # after the forks: it has threads
+        # after the forks, because it has threads
+        with connected(self._config.common, name, ToWorker) as control:
             control.send(Hello())
             try:
                 self._watch(control)
@@ -280,11 +284,11 @@ class WorkerPool:
         serial = self._serial
         self._serial += 1
         status = self._slots[number : number + 1]
-        status[0] = -1  # nobody works here yet
+        status[0] = -1  # it makes no element yet
         parent = os.getpid()
         with warnings.catch_warnings():
-            # The only other thread is zmq's, whose locks a child never takes: it makes a context of
-            # its own.
+            # The only other thread is zmq's. A child never takes its locks, because it makes a
+            # context of its own.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -310,7 +314,7 @@ class WorkerPool:
             os._exit(1)
 
     def _kill_stopped(self) -> None:
-        """A worker that the system has stopped (SIGSTOP) would hold ranks up: another one takes its place."""
+        """Kill workers that are stopped (SIGSTOP), since ranks would wait for them."""
         for pidfd in self._children:
             with contextlib.suppress(ChildProcessError):  # it has ended
                 if os.waitid(os.P_PIDFD, pidfd, os.WSTOPPED | os.WNOHANG):
@@ -325,7 +329,7 @@ class WorkerPool:
 
 
 def main(config: DataOrder) -> None:
-    """Keep one data VM until told to quit."""
+    """Run one data VM until told to leave."""
     _linux.keep_freed_memory(1 << 30)
     install_collate()
     try:

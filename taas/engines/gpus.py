@@ -110,9 +110,8 @@ def physical(
     ) and len(shown) == present_gpus(root)
     uuids = {gpu.uuid: gpu.bus for gpu in shown}
     by_uuid = [name for name in names if name.startswith("GPU-")]
-    if by_uuid and any(
-        "?" in uuid for uuid in uuids
-    ):  # nobody has used that GPU since the machine was booted
+    # nobody has used that GPU since the machine was booted
+    if by_uuid and any("?" in uuid for uuid in uuids):
         uuids = _asked_for_uuids() or uuids
     found = []
     for name in names:

@@ -81,9 +81,8 @@ class LocalMachine:
             return
         if not wait([self._pidfd], max(0.0, self._end_by - time.monotonic())):
             self._agent.process.kill()
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # it is in a system call that does not end
+        # it is in a system call that does not end
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.process.wait(_END_SECONDS)
         os.close(self._pidfd)
         os.close(self._log)

@@ -206,9 +206,8 @@ class Group:
             if all(vm.released for vm in vms):
                 raise EngineError("given back")
             nodes = _nodes()
-            if (
-                new and bundle(self._demand, nodes) != self._wanted
-            ):  # nodes came, with GPUs or without
+            # nodes came, with GPUs or without
+            if new and bundle(self._demand, nodes) != self._wanted:
                 remove_placement_group(self._placement)
                 self._place(nodes, len(vms))
             size = len(set(self._bundles.values()))
@@ -394,9 +393,8 @@ def main() -> None:
         for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
         here = _connect(sys.argv[1], float(sys.argv[2]))
-        head = inner(
-            "ray._private.worker", "global_worker", "gcs_client"
-        )  # a connected driver has it
+        # a connected driver has it
+        head = inner("ray._private.worker", "global_worker", "gcs_client")
         report(ClusterReport(here))
     except EngineError as error:
         report(ClusterReport(why_not=str(error), advised=True))

@@ -119,9 +119,8 @@ class SlurmDriver:
 
     def _cancel(self, jobs: Iterable[_Job]) -> None:
         if ids := [job.id for job in jobs]:
-            with contextlib.suppress(
-                EngineError
-            ):  # they are over; or Slurm is, and nodes end by themselves
+            # they are over; or Slurm is, and nodes end by themselves
+            with contextlib.suppress(EngineError):
                 slurm("scancel", *ids)
 
     # ------------------------------------------------------------ the queue

@@ -53,9 +53,8 @@ def main() -> None:
     job = msgspec.json.decode(read_line(sys.stdin.fileno()), type=JobAgents)
     task, node = int(os.environ["SLURM_PROCID"]), os.environ["SLURMD_NODENAME"]
     for variable in list(os.environ):
-        if (
-            variable.startswith(_SLURMS_OWN) and variable != "SLURM_JOB_ID"
-        ):  # an epilog may look for that
+        # an epilog may look for that
+        if variable.startswith(_SLURMS_OWN) and variable != "SLURM_JOB_ID":
             del os.environ[variable]
     if why := differing_versions(versions(), job.versions) or _serve(job.agents[task], node):
         sys.exit(why)

@@ -151,9 +151,8 @@ class Applier:
         try:
             names = os.path.basename(path), os.path.basename(kept)
             os.link(*names, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-        except (
-            OSError
-        ):  # that is there, or it is another user's file, which may not have a second name
+        except OSError:
+            # that is there, or it is another user's file, which may not have a second name
             return False
         self.notices.append(
             f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where"

@@ -117,9 +117,8 @@ class ArchiveEntry(msgspec.Struct, frozen=True):
     """What stands at a path now; of a file, its bytes follow."""
 
     path: bytes
-    state: FileState | None = (
-        None  # None: nothing any more; what was beneath a directory was removed before
-    )
+    # None: nothing any more; what was beneath a directory was removed before
+    state: FileState | None = None
     bare: bool = False  # the bytes do not follow: who has another version of it has none any more
 
 
@@ -232,12 +231,10 @@ class Archive(NamedTuple):
 
     fd: int  # a memory file; the caller closes it
     found: dict[bytes, FileState]  # what travels, as it stood when it was packed
-    stayed: dict[
-        bytes, FileState
-    ]  # files that do not: too large, unreadable, or written to just then
-    whole: (
-        bool  # False where the project has more than ENTRIES files, and the rest was not looked at
-    )
+    # files that do not: too large, unreadable, or written to just then
+    stayed: dict[bytes, FileState]
+    # False where the project has more than ENTRIES files, and the rest was not looked at
+    whole: bool
 
 
 def stays_home(path: bytes, entry: os.DirEntry[bytes]) -> bool:
@@ -279,9 +276,8 @@ def pack(
         for _ in _add_all(fd, root, known, stands, tell, told, closed=False):
             pass
         stayed = {path: found[path] for path in files if path not in told and path not in had}
-        for path, seen in (
-            had | stayed
-        ).items():  # what stayed may come when somebody wants it: files_on_demand
+        # files that stayed may come when a process opens them (files_on_demand)
+        for path, seen in (had | stayed).items():
             _add(fd, ArchiveEntry(path, seen, bare=True))
     except BaseException:
         os.close(fd)

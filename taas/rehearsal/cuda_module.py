@@ -104,9 +104,8 @@ class Event:
     def __init__(self, *first: Any, enable_timing: bool = False, **_: Any) -> None:
         self.device = torch.device("cuda", existing())
         self.cuda_event = self.event_id = 0
-        self._timed = (
-            enable_timing or True in first
-        )  # torch.cuda.Event has it first, torch.Event a device
+        # torch.cuda.Event has it first, torch.Event a device
+        self._timed = enable_timing or True in first
         self._recorded: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:

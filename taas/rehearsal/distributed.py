@@ -60,9 +60,8 @@ def _rewrite_group(arguments: Arguments) -> None:
 
 def _rewrite_init(arguments: Arguments) -> None:
     _rewrite_group(arguments)
-    arguments["backend"] = (
-        arguments.get("backend") or "gloo"
-    )  # torch would ask its default for CUDA
+    # torch would ask its default for CUDA
+    arguments["backend"] = arguments.get("backend") or "gloo"
 
 
 # ---------------------------------------------------------------- which backend a group has

@@ -113,9 +113,8 @@ _context_init = torch.utils._device.DeviceContext.__init__
 
 def _device_context_init(self: Any, device: Any) -> None:
     _context_init(self, device)
-    if (
-        self.device.type == "cuda" and self.device.index is None
-    ):  # torch.get_default_device() tells the index
+    # torch.get_default_device() tells the index
+    if self.device.type == "cuda" and self.device.index is None:
         self.device = torch.device("cuda", machine.current)
 
 

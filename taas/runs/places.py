@@ -23,9 +23,8 @@ from taas.wording import shown_path, size_in_words
 
 _ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
 _FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # at most, with their folders
-_FORGOTTEN_SECONDS = (
-    30 * 24 * 3600.0
-)  # after that, what a process of another machine left is left behind
+# after that, what a process of another machine left is left behind
+_FORGOTTEN_SECONDS = 30 * 24 * 3600.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
 
@@ -99,9 +98,8 @@ def _lack(folder: Path, files: int = 1) -> str:
         return "is read-only"
     if free < _ROOM:
         return f"is full ({size_in_words(free)} left)"
-    if (
-        disk.f_files and disk.f_ffree < files
-    ):  # some file systems make inodes as they need them, and say 0 of 0
+    # some file systems make inodes as they need them, and say 0 of 0
+    if disk.f_files and disk.f_ffree < files:
         return f"is full (room for {disk.f_ffree} more files, and the run makes {files})"
     return ""
 

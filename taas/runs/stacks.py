@@ -194,9 +194,8 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
     preface = Preface(threading.main_thread().ident or 0, cells)
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk: nobody sees where this rank stands, and its cell runs
+    # a full disk: nobody sees where this rank stands, and its cell runs
+    with contextlib.suppress(OSError):
         os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on it may be asked
     if before >= 0:
         os.close(before)

@@ -145,9 +145,8 @@ class Diversion:
         seen = self.table.see(place)
         if seen is None:
             return False
-        if (
-            self.denial.mode == "discard"
-        ):  # the wall would answer no to W_OK, but a write would be diverted
+        # the wall would answer no to W_OK, but a write would be diverted
+        if self.denial.mode == "discard":
             mode &= ~os.W_OK
         return posix.access(seen.path, mode, **options)
 
@@ -193,9 +192,8 @@ class Diversion:
                 raise _fail(errno.EEXIST, path)
         elif seen is not None:
             if seen.is_directory:
-                raise _fail(
-                    errno.EISDIR, path
-                )  # an O_TMPFILE, too: who asks for one has another way
+                # an O_TMPFILE, too: who asks for one has another way
+                raise _fail(errno.EISDIR, path)
             if not stat.S_ISREG(seen.status.st_mode):
                 return seen.path  # a pipe, socket or device: writing to it changes no file
         self._allow(place)

@@ -118,9 +118,8 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
         if rank == 0 or not is_of_save(project, path, since_ns):
             continue
         if all(_are_same(source, versions[other]) for other in others):
-            with contextlib.suppress(
-                OSError
-            ):  # no room, or a folder in its place: it is kept, and the cell says so
+            # no room, or a folder in its place: it is kept, and the cell says so
+            with contextlib.suppress(OSError):
                 _put(source, Path(project, path))
                 put[path] = rank
     return put

@@ -182,9 +182,8 @@ class Table:
                 break
             if stat.S_ISLNK(seen.status.st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), seen.path)
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # rank 0 has moved it, or removed it, in this moment
+            # rank 0 has moved it, or removed it, in this moment
+            with contextlib.suppress(FileNotFoundError):
                 self._copy(seen.path, own)
                 break
         return own
@@ -260,8 +259,7 @@ def _being_written(path: str) -> bool:
     except OSError:
         return False
     try:
-        return (
-            is_being_written(descriptor) is True
-        )  # None: a file system or an owner without leases
+        # None: a file system or an owner without leases
+        return is_being_written(descriptor) is True
     finally:
         posix.close(descriptor)

@@ -96,9 +96,8 @@ def give_limit(pid: int) -> None:
 
 
 def _set(limits: tuple[int, int]) -> None:
-    with contextlib.suppress(
-        ValueError, OSError
-    ):  # some systems refuse "unlimited": it stays as it is
+    # some systems refuse "unlimited": it stays as it is
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
