@@ -143,8 +143,9 @@ class Coordinator:
         # count against the pools.
         self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
-        """The tick at which each data VM's worker pool was last heard; None: it counts as lost, even
-        if more of its messages arrive.
+        """The tick at which each data VM's worker pool was last heard.
+
+        None: it counts as lost, even if more of its messages arrive.
         """
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger

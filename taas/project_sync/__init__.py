@@ -1,19 +1,20 @@
 """Project files on VMs that do not see the notebook's disk.
 
-``archive``     what of the project travels to a VM, and what was changed there since: packed, and
-read ``applier``     an archive's changes made to a folder: whole, and over nobody's work
+``archive`` packs and reads the project files that travel to a VM, and the changes made there since.
+``applier`` makes an archive's changes to a folder, whole and without overwriting the user's work.
+``files_on_demand`` brings files that did not travel when a process opens them.
 
-Here is how that folder becomes the project on a VM: under the project's own path, for a rank and
-all it starts. Best is a mount namespace of the rank's own, in which the copy is mounted at the
-path: nobody else on the VM sees it, and nothing of it is left. Where that is refused (most
-containers refuse it) the rank works in the copy where it lies: relative paths and imports hold,
-absolute ones don't, and the cell says so.
+This module makes the copy on a VM stand at the project's own path, for a rank and all it starts.
+The best way is a mount namespace of the rank, in which the copy is mounted at the path: no other
+process on the VM sees it, and nothing of it is left. If that is refused (most containers refuse
+it), the rank works in the copy where it lies: relative paths and imports hold, absolute paths
+don't, and the cell says so.
 
-What the VM keeps beneath that path stays what it is: Python's own installation, where a home
-directory is the project, and caches, so that a model is downloaded once.
+Some directories of the VM beneath that path stay visible: Python's own installation, if the project
+is a home directory, and caches, so that a model is downloaded once.
 """
 
-# Plain strings: a Path folds "..", which the kernel follows.
+# Plain strings: a Path removes "..", which the kernel follows.
 # ruff: noqa: PTH103, PTH112, PTH118
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _CACHES = (*HOME_CACHES, ".local", ".conda")
 
 
 def kept_places(project: str, own: str = "") -> list[str]:
-    """Return the directories of this VM beneath a project's path that its ranks go on seeing there; one may be taas' ``own``."""
+    """Return the VM's own directories beneath a project's path that its ranks go on seeing.
+
+    ``own`` may be such a directory of taas.
+    """
     taas = str(Path(__file__).resolve().parents[2])
     here = [
         own,
@@ -49,7 +53,10 @@ def kept_places(project: str, own: str = "") -> list[str]:
 
 
 def make_places(replica: str, project: str) -> list[str]:
-    """Make the directories in a copy over which :func:`kept_places` are to be mounted; returns the places."""
+    """Make the directories in a copy over which :func:`kept_places` are mounted.
+
+    Returns these places.
+    """
     places = kept_places(project, str(Path(replica).parent))
     for place in places:
         inside = resolve_beneath(place, project)
@@ -59,16 +66,18 @@ def make_places(replica: str, project: str) -> list[str]:
 
 
 def entered(replica: str, project: str, say: Callable[[str], object]) -> str:
-    """Let this process, and all it will start, see a copy of the project in the project's place; returns where the project is.
+    """Let this process, and all it will start, see a copy of the project at the project's path.
+
+    Returns where the project is.
 
     The process has one thread. Its working directory and what it has open do not move.
 
     Args:
-        replica: the copy, in a folder of taas' that is seen where it is, wherever that is; empty:
-            there is none.
-        project: an absolute path, where a directory is.
-        say: is told why the copy cannot stand there; the process may be in a namespace of its own
-            then.
+        replica: the copy, in a folder of taas that stays visible at its own path; empty: there is
+            none.
+        project: the absolute path of a directory.
+        say: called with the reason if the copy cannot stand there; the process may be in a new
+            namespace then.
     """
     if not replica:
         return project

@@ -1,14 +1,14 @@
-"""Changes made to a project: each file whole or not at all, and over nobody's work.
+"""Makes changes to a project: each file as a whole or not at all, and never over a user's work.
 
-What stands at a path is known from when the project was packed, or from this run's last change.
-Where something else stands there now, the notebook's user changed it meanwhile: it stays, and the
-run's version is put aside, for ``%taas recover``, until a later one finds its place. (Between that
-look and the change lie microseconds, in which an editor could save; it would lose.) What stands
-there as it is to be is not replaced: who has it open goes on having it.
+What stood at a path is known from when the project was packed, or from this run's last change. If
+something else stands there now, the notebook's user has changed it meanwhile: it stays, and the
+run's version is put aside for ``%taas recover``, until a later version finds its place. (An editor
+that saves in the microseconds between this check and the change would lose.) A file that has the
+right content already is not replaced, so that programs which have it open keep it.
 
-A file that did not travel is another case: the VM had none, so that whatever the run made there
-began empty, be it a new checkpoint or a line added to a log. The run's takes its place, as it would
-have here, and the old one stays beside it, since nothing of it may be in the new one.
+A file that did not travel is another case: the VM had none, so that the run's file began empty
+there, be it a new checkpoint or a line added to a log. The run's file takes its place, as it would
+have here, and the old one stays beside it, since the new one may have nothing of it.
 """
 
 # Paths are bytes, relative to open directories.
@@ -35,13 +35,13 @@ class Applier:
 
     Args:
         root: the folder.
-        found: what stood there when it was packed, by path: nobody else's.
+        found: what stood there when it was packed, by path.
         stayed: files that stood there, too, and did not travel.
-        run: name of the run, for the names of those.
-        aside: a folder for what has no place in the project; None: that is said.
+        run: name of the run, for the new names of such files.
+        aside: a folder for files that find no place in the project; None: a notice says so.
 
-    ``notices`` has lines for the user, ``expected`` what stands there, as far as it travelled or
-    was put there.
+    ``notices`` has lines for the user, ``expected`` what should stand there: files that travelled
+    or were put there.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Applier:
 
     @property
     def known(self) -> dict[bytes, FileState]:
-        """What the VMs may have: what stands there, and what was removed here, which not each of them did."""
+        """Return what VMs may have: what stands there, and what was removed there meanwhile."""
         return {**self._found, **self.expected}
 
     @property
     def written(self) -> set[bytes]:
-        """What was put there."""
+        """Return the paths that were put there."""
         return {path for path, seen in self.expected.items() if seen != self._found.get(path)}
 
     def take(
         self, archive: int, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
     ) -> None:
-        """Make the changes of an archive that are ``allowed``; what could not be made is said in :attr:`notices`.
+        """Make those changes of an archive that are ``allowed``; :attr:`notices` says what failed.
 
         Raises:
             Unreadable: it is no archive.
@@ -82,16 +82,17 @@ class Applier:
                     continue
                 try:
                     self._take(root, entry, data)
-                except (OSError, ValueError) as error:  # the latter for what is no path
+                except (OSError, ValueError) as error:  # a ValueError: it is no path
                     why = getattr(error, "strerror", None) or error
-                    if entry.state is not None:  # else it went with its folder
+                    if entry.state is not None:  # else it was removed with its folder
                         self.notices.append(f"{shown_path(entry.path)} did not come back: {why}")
 
     def _take(self, root: int, entry: ArchiveEntry, data: memoryview) -> None:
         comes = None if entry.bare else entry.state
         placed = comes is None or comes.kind == "directory"
         with (
-            contextlib.suppress(NotADirectoryError, FileNotFoundError),  # in its folder's place
+            # something else stands in its folder's place
+            contextlib.suppress(NotADirectoryError, FileNotFoundError),
             _folder(root, entry.path, make=comes is not None) as folder,
         ):
             placed = self._place(entry, data, folder)
@@ -101,7 +102,7 @@ class Applier:
             self._put_aside(entry, data)
 
     def _place(self, entry: ArchiveEntry, data: memoryview, folder: int) -> bool:
-        """Make a change, unless a version of the user's is in its way: then returns False."""
+        """Make a change; return False if a version of the user's is in its way."""
         path, state, name = entry.path, entry.state, os.path.basename(entry.path)
         stands = _look(folder, name)
         if state is None or entry.bare:
@@ -110,10 +111,10 @@ class Applier:
             return True
         if state.kind == "directory":
             if stands is not None:
-                return True  # where it is none, what is to be in it finds no place
+                return True  # if it is no directory, the files that should be in it find no place
             os.mkdir(name, state.mode & 0o777 | 0o700, dir_fd=folder)
         elif stands is not None and _is_same(entry, data, folder, stands):
-            if state.kind == "file":  # its ctime says that the run wrote it
+            if state.kind == "file":  # its new ctime shows that the run wrote it
                 os.utime(name, ns=(state.modified_ns, state.modified_ns), dir_fd=folder)
         elif self._is_free(path, folder, stands):
             _put(entry, data, folder)
@@ -131,7 +132,10 @@ class Applier:
             _put(entry, data, folder)
 
     def _take_back(self, path: bytes) -> None:
-        """Remove what was put aside of a path: a later version has its place, or the run has none any more."""
+        """Remove what was put aside for a path.
+
+        A later version has found its place, or the run has none any more.
+        """
         if self._aside is not None:
             with (
                 contextlib.suppress(OSError),  # there is none
@@ -141,7 +145,10 @@ class Applier:
                 _unlink(path, folder)
 
     def _is_free(self, path: bytes, folder: int, stands: FileState | None) -> bool:
-        """Whether a path is the run's; a file that had not travelled gets another name."""
+        """Return whether the run may write a path.
+
+        A file of the user's that had not travelled gets another name.
+        """
         if stands is None or (stands == self.expected.get(path) and stands.kind != "directory"):
             return True
         if stands.kind != "file" or path in self.expected or path not in self._stayed:
@@ -152,7 +159,7 @@ class Applier:
             names = os.path.basename(path), os.path.basename(kept)
             os.link(*names, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError:
-            # that is there, or it is another user's file, which may not have a second name
+            # The new name is taken, or the file is another user's, and may not have a second name.
             return False
         self.notices.append(
             f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where"
@@ -165,7 +172,7 @@ class Applier:
         if stands is None or expected is None:
             return
         if stands == expected or stands.kind == expected.kind == "directory":
-            with contextlib.suppress(OSError):  # somebody else has put something into a directory
+            with contextlib.suppress(OSError):  # the directory has other entries by now
                 _unlink(path, folder)
         else:
             self.notices.append(
@@ -177,7 +184,7 @@ class Applier:
 def unpack(
     archive: int, folder: str, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
 ) -> list[str]:
-    """Unpack an archive into a folder that is taas' own, over what is there; returns what could not be, a line each."""
+    """Unpack an archive into a folder of taas, over its content; return what failed, by lines."""
     applier = Applier(folder, dict(scan(os.fsencode(folder), lambda path, entry: False)))
     applier.take(archive, allowed)
     return applier.notices
@@ -185,7 +192,7 @@ def unpack(
 
 @contextlib.contextmanager
 def _directory(path: str | bytes | Path, within: int | None = None) -> Iterator[int]:
-    """Open a directory, which no link leads to."""
+    """Open a directory to which no link leads."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         yield fd
@@ -195,7 +202,10 @@ def _directory(path: str | bytes | Path, within: int | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _folder(root: int, path: bytes, *, make: bool) -> Iterator[int]:
-    """Open the folder of a path beneath an open directory, through no link and no ``..``; ``make``: what is missing of it."""
+    """Open the folder of a path beneath an open directory, through no link and no ``..``.
+
+    ``make``: make missing folders.
+    """
     parts = path.split(b"/")
     if any(part in (b"", b".", b"..") for part in parts):
         raise OSError("it is no plain path")
@@ -210,7 +220,7 @@ def _folder(root: int, path: bytes, *, make: bool) -> Iterator[int]:
 
 
 def _look(folder: int, name: bytes) -> FileState | None:
-    """What stands at a name; None where nothing does."""
+    """Return what stands at a name; None if nothing does."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         target = os.readlink(name, dir_fd=folder) if stat.S_ISLNK(status.st_mode) else b""
@@ -228,7 +238,7 @@ def _unlink(path: bytes, folder: int) -> None:
 
 
 def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileState) -> bool:
-    """Whether a file or a link stands there as it is to be."""
+    """Return whether the file or link that should stand there does."""
     assert entry.state is not None
     if stands[:4] != entry.state[:4] or stands.kind != "file":
         return stands[:4] == entry.state[:4]
@@ -244,7 +254,7 @@ def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileSta
 
 
 def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
-    """Put a file or a link at its name, in one step."""
+    """Put a file or a link at its name in one step."""
     assert entry.state is not None
     own = PART + secrets.token_hex(8).encode()
     try:

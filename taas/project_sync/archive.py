@@ -1,12 +1,12 @@
-"""A directory tree as it stands, what of it crosses hosts, and the archives in which it does.
+"""A directory tree as it stands, and archives of what travels between hosts.
 
-To a VM goes the project's code, and what is small: modules whatever their size, other files up to
-:data:`LARGE`, all together up to :data:`TOTAL`: modules first, then the small before the large.
-Data is for a disk that all VMs see, or for the cell to download. What others make anew stays:
-version control, environments, caches, a notebook's checkpoints.
+The project's code and its small files travel to a VM: modules of any size, other files up to
+:data:`LARGE`, all together up to :data:`TOTAL`, modules first, then small files before large ones.
+Data belongs on a disk that all VMs see, or the cell downloads it. Version control, environments,
+caches and a notebook's checkpoints stay, because they can be made again.
 
-From a VM comes what was changed there, and is closed. An archive is a file: entry after entry, each
-with the bytes of its file. Links are never followed.
+Files that were changed on a VM come back once they are closed. An archive is a file: entry after
+entry, each with the bytes of its file. Links are never followed.
 """
 
 # Paths are bytes, relative to a tree's root.
@@ -29,7 +29,7 @@ from taas._linux import is_being_written
 from taas.wire.framing import MessageReader, Unreadable
 from taas.wording import shown_path
 
-LARGE = 8 << 20  # bytes up to which a file that is no module travels
+LARGE = 8 << 20  # bytes up to which a file travels that is no module
 TOTAL = 64 << 20  # bytes of all files that travel
 ENTRIES = 100_000  # files and directories that are looked at
 
@@ -39,28 +39,31 @@ _STAY = frozenset(
     b" .ruff_cache .tox .nox .cache .local .conda .ipython .jupyter".split()
 )
 _ENVIRONMENT = (b"pyvenv.cfg", b"conda-meta")
-_OWN = b".taas-"  # so begin the names of files of taas' own
-PART = _OWN + b"part-"  # so does the name of one that is being written
-_LEFT_SECONDS = 3600.0  # who still writes to it has changed it since
-_ORDER = {"directory": 0, "file": 1, "link": 2}  # links after what they may lead to
+_OWN = b".taas-"  # names of taas' own files begin so
+PART = _OWN + b"part-"  # names of files that are being written begin so
+_LEFT_SECONDS = 3600.0  # a part that did not change for so long has no writer any more
+_ORDER = {"directory": 0, "file": 1, "link": 2}  # links come after their possible targets
 _TICK_NS = 20_000_000  # a change so soon after another one may bear the same time
 _LENGTH, _PIECE = 4, 16 << 20
 
 
 class FileState(NamedTuple):
-    """What stands at a path. Two that are equal are the same thing, unchanged: no program can set back ``changed_ns``."""
+    """What stands at a path.
+
+    Two equal states are the same thing, unchanged, because no program can set back ``changed_ns``.
+    """
 
     kind: str  # file, directory, link, or other (a socket, a device)
     mode: int  # permission bits
     size: int = 0  # bytes of a file
     target: bytes = b""  # of a link
-    inode: int = 0  # of all but a directory
+    inode: int = 0  # 0 for directories
     modified_ns: int = 0  # mtime of a file
     changed_ns: int = 0  # ctime of a file
 
     @classmethod
     def of(cls, status: os.stat_result, target: bytes = b"") -> FileState:
-        """What a status tells, with links not followed."""
+        """Make the state from an lstat."""
         mode, inode = status.st_mode & 0o777, status.st_ino
         if stat.S_ISREG(status.st_mode):
             return cls(
@@ -71,19 +74,19 @@ class FileState(NamedTuple):
         return cls("link" if stat.S_ISLNK(status.st_mode) else "other", mode, 0, target, inode)
 
     def is_version_of(self, other: FileState) -> bool:
-        """Whether these are copies, on two hosts, of one version of a file."""
+        """Return whether these are copies of one version of a file on two hosts."""
         return (*self[:3], self.modified_ns) == (*other[:3], other.modified_ns)
 
 
 Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
-"""Says of an entry, with its path, whether to leave it out with all beneath it."""
+"""Returns whether to leave out an entry, with all beneath it; its arguments are path and entry."""
 
 
 def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
-    """Yield what is beneath a directory, each directory before what is in it, nearest to the root first.
+    """Yield everything beneath a directory, each directory before its entries.
 
-    What cannot be read, or goes while it is looked at, is passed over, and so is what is taas' own;
-    a part that a killed process has left is removed.
+    Entries nearest to the root come first. Entries that cannot be read, that disappear meanwhile,
+    or that are taas' own are skipped; a part that a killed process has left is removed.
     """
     folders = [b""]
     for folder in folders:
@@ -114,12 +117,12 @@ def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
 
 
 class ArchiveEntry(msgspec.Struct, frozen=True):
-    """What stands at a path now; of a file, its bytes follow."""
+    """What stands at a path now; the bytes of a file follow."""
 
     path: bytes
-    # None: nothing any more; what was beneath a directory was removed before
+    # None: it is gone; entries for what was beneath a directory come before it
     state: FileState | None = None
-    bare: bool = False  # the bytes do not follow: who has another version of it has none any more
+    bare: bool = False  # no bytes follow: a host with another version of the file removes it
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -127,7 +130,7 @@ _read_entry = MessageReader(ArchiveEntry)
 
 
 def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
-    """Read an archive: entries, each with its bytes, which hold until the next one.
+    """Read an archive: its entries, each with its bytes, which are valid until the next one.
 
     Raises:
         Unreadable: it is no archive, or is cut off.
@@ -158,7 +161,11 @@ def _add(fd: int, entry: ArchiveEntry) -> None:
 def _add_file(
     fd: int, root: bytes, path: bytes, *, closed: bool
 ) -> Generator[None, None, FileState | None]:
-    """Add a file, if it need not be ``closed`` or was, a tick ago; None: it was not, cannot be read, or changed meanwhile."""
+    """Add a file; yield between its pieces; return its state, or None if it was not added.
+
+    With ``closed`` it is only added if no process has it open, and its last change is a tick ago.
+    It is also not added if it cannot be read, or changes meanwhile.
+    """
     try:
         source = os.open(
             root + b"/" + path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -194,10 +201,12 @@ def _add_all(
     *,
     closed: bool,
 ) -> Iterator[None]:
-    """Add what makes of a ``known`` tree the one that was ``found``, as far as it is to be told, and note in ``told`` what was.
+    """Add the entries that turn a ``known`` tree into the one that was ``found``.
 
-    What is no more goes last, so that of two checkpoints one is there at any time; but first what
-    is in the way.
+    Only paths in ``tell`` are added; ``told`` receives those that were.
+
+    Removals come last, so that of two checkpoints one exists at any time. Removals of what is in
+    the way of something else come first.
     """
     gone = [
         path for path, was in known.items() if path not in found or found[path].kind != was.kind
@@ -227,18 +236,18 @@ def _beneath(path: bytes, folders: Collection[bytes]) -> bool:
 
 
 class Archive(NamedTuple):
-    """A project, packed."""
+    """A packed project."""
 
     fd: int  # a memory file; the caller closes it
-    found: dict[bytes, FileState]  # what travels, as it stood when it was packed
-    # files that do not: too large, unreadable, or written to just then
+    found: dict[bytes, FileState]  # what travels, as it stood when the project was packed
+    # files that do not travel: too large, unreadable, or being written at that time
     stayed: dict[bytes, FileState]
-    # False where the project has more than ENTRIES files, and the rest was not looked at
+    # False if the project has more than ENTRIES files, and the others were not looked at
     whole: bool
 
 
 def stays_home(path: bytes, entry: os.DirEntry[bytes]) -> bool:
-    """Whether an entry of a project is none of its files, with all that is beneath it."""
+    """Return whether an entry, with all beneath it, does not travel: no file of the project."""
     del path
     environment = entry.is_dir(follow_symlinks=False) and any(
         os.path.lexists(os.path.join(entry.path, mark)) for mark in _ENVIRONMENT
@@ -254,10 +263,12 @@ def pack(
     always: Collection[bytes] = (),
     known: Mapping[bytes, FileState] | None = None,
 ) -> Archive:
-    """Pack a project as it stands; what is in ``always`` travels whatever its size, beside what is within the limits.
+    """Pack a project as it stands.
 
-    ``known`` is what stands on the VMs already, or on some, as it stood here when it did: what is
-    too large does not travel again, and what is not so any more is removed there.
+    Paths in ``always`` travel whatever their size, beside those within the limits.
+
+    ``known`` is what VMs have already, in the state that it had here then: of this, files that are
+    too large do not travel again, and those that have changed are removed there.
 
     Raises:
         OSError: the directory cannot be read, or there is no memory for it.
@@ -301,11 +312,12 @@ def _choose(
 
 
 class Changes:
-    """What becomes of a folder after this moment, or with ``afresh`` also before, packed whenever its owner says so.
+    """The changes in a folder after this moment, packed whenever its owner asks.
 
-    The folder is looked at as a whole: nothing that was done to it can be missed, by whatever
-    program, and nothing has to be kept of what happened in between. ``unsent``: files that could
-    not be packed at the last look.
+    With ``afresh`` everything in it counts as changed.
+
+    Each look covers the whole folder. So no change is missed, whatever program made it, and no
+    history has to be kept. ``unsent`` are the files that could not be packed at the last look.
     """
 
     def __init__(self, root: str, skip: Skip, *, afresh: bool = False) -> None:
@@ -314,11 +326,14 @@ class Changes:
         self.unsent: list[str] = []
 
     def know(self, came: Mapping[bytes, FileState]) -> None:
-        """Take in what came there since from elsewhere, as it did."""
+        """Take in files that came into the folder from elsewhere since then."""
         self._known |= came
 
     def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
-        """Write what has changed since the last look into an empty file, in steps of bounded size; ``last``: also what is open."""
+        """Write the changes since the last look into an empty file, in steps of bounded size.
+
+        ``last``: also files that are open.
+        """
         found, known = dict(scan(self._root, self._skip)), self._known
         tell = [
             path for path, seen in found.items() if seen.kind in _ORDER and seen != known.get(path)
@@ -332,7 +347,10 @@ class Changes:
 
 
 def only(places: Collection[str]) -> Skip:
-    """Skip all but these directories, if there are any, and what Python makes for itself."""
+    """Return a filter that skips everything except these directories, and what Python caches.
+
+    No directories mean that all are packed.
+    """
 
     def skip(path: bytes, entry: os.DirEntry[bytes]) -> bool:
         directory = entry.is_dir(follow_symlinks=False)
@@ -344,7 +362,7 @@ def only(places: Collection[str]) -> Skip:
 
 
 def is_in(places: Collection[str], path: bytes, *, directory: bool) -> bool:
-    """Whether a path is in one of these directories, or is one, or a folder that it is in."""
+    """Return whether a path is in one of these directories, is one of them, or leads to one."""
     inside = map(os.fsencode, places)
     return any(
         path == place or _beneath(path, [place]) or (directory and _beneath(place, [path]))
@@ -353,7 +371,10 @@ def is_in(places: Collection[str], path: bytes, *, directory: bool) -> bool:
 
 
 def shared_places(project: str, shared: tuple[str, ...]) -> list[str]:
-    """Return the ``--shared`` directories in the project, where the ranks of every VM write; relative to it."""
+    """Return the ``--shared`` directories in the project, relative to it.
+
+    The ranks of every VM may write there.
+    """
     paths = (os.path.normpath(os.path.join(project, path)) for path in shared)
     return [
         os.path.relpath(path, project)

@@ -1,14 +1,16 @@
-"""Files of the project that did not travel with it: on a VM that does not see its disk, one comes when somebody wants it.
+"""Brings project files that did not travel to a VM when a process there opens them.
 
-Whoever finds no file there asks for it, by a pipe in a folder that the agent watches, and waits at
-that pipe; the agent asks the supervisor. It comes once a VM, into a folder that stays with the
-agent, where the next cell finds it if it is still the same version; what was used longest ago makes
-room. Python's ``open``, ``os.open`` and ``os.stat`` ask (so do ``Path``, ``os.path.exists``, NumPy
-and ``torch.load``), directories do not list what has not come, and C code that opens files by name
-finds none.
+The VM does not see the notebook's disk.
+
+A process that does not find a file makes a pipe in a folder that its agent watches, and waits at
+that pipe; the agent asks the supervisor for the file. A file comes once to each VM, into a folder
+of the agent, where later cells find it if it is still the same version; the least recently used
+files make room. Python's ``open``, ``os.open`` and ``os.stat`` ask for files, and so do ``Path``,
+``os.path.exists``, NumPy and ``torch.load``. Directories do not list files that have not come, and
+C code that opens files by name does not find them.
 """
 
-# Plain strings and the calls of os: that is what is replaced here.
+# Plain strings and calls of os, because these calls are replaced here.
 # ruff: noqa: PTH109, PTH118, PTH123, PTH208
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ _INDEX = "index"
 
 
 def _asked_as(name: str) -> str:
-    """Return how pipes at which a file is waited for begin, whatever else a cell lacks."""
+    """Return how the names of pipes begin at which a file is waited for.
+
+    It does not depend on the other files that a cell lacks.
+    """
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
@@ -47,14 +52,14 @@ def _asked_as(name: str) -> str:
 
 
 class FilesOnDemand:
-    """What is missing in one copy of the project, and comes into it.
+    """The files that are missing in one copy of the project, and come into it when asked for.
 
     Args:
-        folder: where processes ask.
-        cache: what has come to this VM.
-        say: tells the supervisor what it has to send, and what it need not.
+        folder: the folder in which processes ask.
+        cache: the folder for files that have come to this VM.
+        say: tells the supervisor which files it has to send, and which it need not.
 
-    ``came`` is what has come since the processes began, as it did.
+    ``came`` has the files that have come since the processes began, as they were then.
     """
 
     def __init__(self, folder: Path, cache: Path, say: Callable[[JobRequest], None]) -> None:
@@ -68,7 +73,7 @@ class FilesOnDemand:
             place.mkdir(mode=0o700, exist_ok=True)
 
     def expect(self, copy: Path, files: Mapping[bytes, FileState]) -> None:
-        """Take in what a copy lacks, as far as it is not in the cache."""
+        """Set the files that a copy lacks, and put those into it that are in the cache."""
         self._copy, self._missing = copy, {}
         for path, state in files.items():
             with contextlib.suppress(UnicodeDecodeError):
@@ -85,7 +90,7 @@ class FilesOnDemand:
             seen = cached.stat()
             (self._copy / name).parent.mkdir(parents=True, exist_ok=True)
             if (seen.st_size, seen.st_mtime_ns) != (state.size, state.modified_ns):
-                cached.unlink()  # somebody wrote into it
+                cached.unlink()  # a process has written into it
                 return False
             os.link(cached, self._copy / name)
         except OSError:
@@ -97,7 +102,10 @@ class FilesOnDemand:
         return self._cache / f"{state.inode:x}-{state.changed_ns:x}-{state.size:x}"
 
     def step(self) -> None:
-        """See who asks; a process of an earlier cell may ask for what is here, or not missed, by now."""
+        """Answer the processes that ask, or ask the supervisor for their files.
+
+        A process of an earlier cell may ask for a file that is here, or not missed, by now.
+        """
         for pipe in os.listdir(self.folder):
             if pipe == _INDEX or pipe.startswith("."):
                 continue
@@ -109,9 +117,12 @@ class FilesOnDemand:
                 self._say(JobRequest(what="file", path=name))
 
     def take(self, chunk: Chunk) -> None:
-        """Take in a part of a file; one that cannot be kept, or cannot be had, is not there."""
-        for pipe in self.folder.glob("*-*"):  # what comes comes in turn: others wait for this one
-            with contextlib.suppress(OSError):  # who asked was killed
+        """Take in a part of a file.
+
+        If it cannot be kept, or is not available, the file is missing.
+        """
+        for pipe in self.folder.glob("*-*"):  # files come in turn, so the others wait for this one
+            with contextlib.suppress(OSError):  # the process that asked was killed
                 os.utime(pipe)
         name, state = chunk.file, self._missing.get(chunk.file)
         if state is None:
@@ -126,7 +137,7 @@ class FilesOnDemand:
         self._answer(f"{_asked_as(name)}-*")
 
     def _take(self, name: str, state: FileState, chunk: Chunk) -> bool:
-        """Write a part down; returns whether more has to come."""
+        """Write a part down; return whether more parts have to come."""
         if not chunk.offset and chunk.size >= 0:
             self._make_room(chunk.size)
             self._coming[name] = self._cache / f"{self._cached(state).name}.part"
@@ -148,7 +159,10 @@ class FilesOnDemand:
         return False
 
     def _make_room(self, size: int) -> None:
-        """Let the cache have half of what is free, this file among it; what was put into a copy longest ago goes."""
+        """Remove files until the cache has at most half of the free space with this one.
+
+        Those that were put into a copy longest ago go first.
+        """
         whole = (path for path in self._cache.iterdir() if path not in self._coming.values())
         cached = sorted(whole, key=lambda path: path.stat().st_ctime)
         used = sum(path.stat().st_size for path in cached)
@@ -158,10 +172,10 @@ class FilesOnDemand:
             cached.pop(0).unlink()
 
     def _answer(self, pipes: str) -> None:
-        """Let those go on who wait at these pipes; they look whether their file is there."""
+        """Let the processes at these pipes continue; they look whether their file is there."""
         for pipe in self.folder.glob(pipes):
             if pipe.is_fifo():
-                with contextlib.suppress(OSError):  # who asked was killed
+                with contextlib.suppress(OSError):  # the process that asked was killed
                     fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                     with open(fd, "wb") as waiting:
                         waiting.write(b".")
@@ -175,7 +189,10 @@ _installed = False
 
 
 def use(folder: str, project: str, replica: str) -> None:
-    """Let this process, and what it forks, ask for what is missing in the project; empty: nothing is."""
+    """Let this process, and its forks, ask for missing files of the project.
+
+    An empty ``folder`` means that none is missing.
+    """
     global _folder, _roots, _missing, _installed
     names = json.loads(Path(folder, _INDEX).read_bytes()) if folder else []
     _folder, _roots, _missing = folder, (project, replica), frozenset(names)
@@ -186,7 +203,7 @@ def use(folder: str, project: str, replica: str) -> None:
 
 
 def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that finds no file asks for it, and tries again."""
+    """Return a call that asks for a file that it does not find, and tries again."""
 
     @functools.wraps(native)
     def call(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -201,7 +218,7 @@ def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _come(path: Any) -> bool:
-    """Ask for a file that did not travel, and wait until it is here, or cannot be had."""
+    """Ask for a file that did not travel, and wait until it is here, or is known not to come."""
     whole = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
     names = (
         os.path.relpath(whole, root) for root in _roots if root and whole.startswith(root + "/")
@@ -214,11 +231,11 @@ def _come(path: Any) -> bool:
     posix.mkfifo(asking, 0o600)
     fd = posix.open(asking, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        posix.rename(asking, pipe)  # from now on the agent sees it, and finds somebody who reads
+        posix.rename(asking, pipe)  # now the agent sees the pipe, and that it has a reader
         waiting = select.poll()
         waiting.register(fd, select.POLLIN)
         while not waiting.poll(deadlines.LATE_FILE * 1000):
-            # the agent touches it whenever something has come, and removes it with its answer
+            # The agent touches the pipe when a part of any file has come, and removes it to answer.
             try:
                 silent = time.time() - posix.stat(pipe).st_mtime
             except FileNotFoundError:

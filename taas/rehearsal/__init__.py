@@ -1,11 +1,11 @@
-"""A cell for GPUs runs where there are none: its ranks are CPU processes that say they have GPUs.
+"""Runs a cell for GPUs where there are none: CPU processes say that they have GPUs.
 
-What is covered and what is refused by name is in ``docs/rehearsal.md``, whose calls a test makes.
-Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda`` False. The time and memory a
-rehearsal takes say nothing about GPUs.
+``docs/rehearsal.md`` says which calls are covered and which are refused by name; a test makes these
+calls. Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda`` is False. The time and
+memory of a rehearsal say nothing about GPUs.
 
-How: Python's entry points to torch are patched, process-wide (a TorchFunctionMode costs 1.3 µs a
-call and is thread-local; a tensor that lies about its device breaks FSDP and DTensor).
+Python's entry points to torch are patched in the whole process. (A TorchFunctionMode costs 1.3 µs a
+call and is thread-local; a tensor that lies about its device breaks FSDP and DTensor.)
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _installed = False
 def install(local_rank: int, device_count: int) -> None:
     """Make this process a rehearsed rank, for good; a second call only names another device.
 
-    Call it in a freshly forked rank, with torch and torch.distributed imported and no library that
-    builds on torch. A forkserver whose ranks are all rehearsed may import ``taas.rehearsal.ahead``,
-    which leaves nothing but naming the device; another may import the parts, which leaves about 10
-    ms. With real GPUs in the machine set ``CUDA_VISIBLE_DEVICES=""`` first. Processes that it forks
-    inherit it, for others see ``rank.children``. ValueError: the local rank, whose device is
-    current, has none.
+    Call it in a freshly forked rank that has imported torch and torch.distributed, and no library
+    that builds on torch. A forkserver whose ranks are all rehearsed may import
+    ``taas.rehearsal.ahead``; then only the device is left to name. Another forkserver may import
+    the parts; then the call takes about 10 ms. If the machine has GPUs, set
+    ``CUDA_VISIBLE_DEVICES=""`` first. Forked processes inherit the rehearsal; for others see
+    ``rank.children``. Raises a ValueError if there is no device for the local rank.
     """
     global _installed
-    # these import torch: a child that never does shall not pay for it
+    # These import torch, so that children which do not need torch do not pay for it.
     from taas.rehearsal import (
         commands,
         cuda_module,
@@ -37,7 +37,7 @@ def install(local_rank: int, device_count: int) -> None:
 
     devices.place(local_rank, device_count)
     if not _installed:
-        # the last one looks at what the others left of torch
+        # The last one looks at what the others have left of torch.
         for part in (devices, cuda_module, operators, tensors, distributed, commands, refused):
             part.install()
     _installed = True

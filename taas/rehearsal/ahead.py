@@ -1,4 +1,4 @@
-"""Importing this rehearses a forkserver: its forks only have to say which device is theirs."""
+"""Importing this module rehearses a forkserver; its forks only have to name their device."""
 
 from taas.rehearsal import install
 

@@ -1,8 +1,10 @@
-"""Launchers that a rehearsed cell starts as commands (``!torchrun``, ``subprocess.run(["accelerate", "launch", …])``).
+"""Refuses launchers that a rehearsed cell starts as commands.
 
-A command sees the machine as it is: no GPU, and no rank of this run. What it would print, some
-sixty lines, names neither. So such a command is refused by name, where it is started; any other
-runs. A cell without a header runs them, in the notebook.
+Examples are ``!torchrun`` and ``subprocess.run(["accelerate", "launch", …])``.
+
+A command sees the machine as it is: without GPUs, and without the ranks of this run. Its error,
+some sixty lines, would mention neither. So such a command is refused by name where it is started;
+other commands run. A cell without a header runs launchers in the notebook.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.com
 _PROCESSES = re.compile(r"--?(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|np|n)(?:=(\d+))?")
 _BEFORE = {"exec", "env", "nohup", "time", "sudo", "command"}
 _ASKS = {"--help", "-h", "--version", "--cpu", "--use_cpu"}
-"""What starts nothing, or wants no GPU."""
+"""With these options a launcher starts nothing, or needs no GPU."""
 _Call = Callable[..., Any]
 
 
@@ -54,7 +56,10 @@ def _checking(native: _Call, *, at: int, name: str) -> _Call:
 
 
 def _commands(given: Any) -> Iterator[list[str]]:
-    """Yield the words of each command in a line of the shell, or of a list of words; of what is neither, nothing."""
+    """Yield the words of each command in a shell's line, or in a list of words.
+
+    Other objects have no commands.
+    """
     if not isinstance(given, str):
         if isinstance(given, Sequence):
             words = [
@@ -74,7 +79,7 @@ def _commands(given: Any) -> Iterator[list[str]]:
                 command = []
             else:
                 command.append(word)
-    except ValueError:  # quotes that do not close: the shell says so
+    except ValueError:  # a quote is not closed: the shell will say so
         return
     yield command
 
@@ -105,7 +110,10 @@ def _refuse_launcher(words: list[str]) -> None:
 
 
 def _processes(words: list[str]) -> int:
-    """Return how many processes a launcher was asked for on a machine; else as many as this run has devices, at least two."""
+    """Return how many processes a launcher was asked for on each machine.
+
+    By default this is the number of devices of this run, at least two.
+    """
     for option, value in zip(words, [*words[1:], ""], strict=True):
         found = _PROCESSES.fullmatch(option)
         number = (found[1] or value) if found else ""

@@ -68,7 +68,9 @@ def _set_device(device: Any) -> None:
 
 
 class device:  # noqa: N801 - torch's name
-    """``with torch.cuda.device(d)``: current inside, the one before outside; ``None`` and negative change nothing."""
+    """``with torch.cuda.device(d)``: current inside, the one before outside; ``None`` and negative
+    change nothing.
+    """
 
     def __init__(self, device: Any) -> None:
         self.idx = -1 if device is None else ordinal(device)

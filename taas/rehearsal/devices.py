@@ -1,6 +1,6 @@
-"""Which devices a rehearsal pretends to have, and where they really are: on the CPU.
+"""The devices that a rehearsal pretends to have; all of them are the CPU.
 
-A *device-like* is what torch takes for a device: ``"cuda"``, ``"cuda:1"``,
+A *device-like* is anything that torch accepts as a device: ``"cuda"``, ``"cuda:1"``,
 ``torch.device("cuda", 1)`` or ``1``.
 """
 
@@ -16,25 +16,31 @@ from taas.rehearsal.patches import stand_in
 
 CPU = torch.device("cpu")
 
-# torch < 2.8 has no class of its own
+# torch < 2.8 has no class for these errors
 _CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 
 
 @dataclass
 class RehearsedMachine:
-    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one."""
+    """The GPUs that a rank is told it has, and the current one.
+
+    All ranks of the run on this VM have the same GPUs.
+    """
 
     device_count: int = 1
     current: int = 0
-    used: bool = False  # this process, or the one it was forked from, has used a device
-    forked: bool = False  # from one that had: CUDA does not work there
+    used: bool = False  # whether this process, or the one it was forked from, has used a device
+    forked: bool = False  # from a process that had used one: CUDA does not work here
 
 
 machine = RehearsedMachine()
 
 
 def place(local_rank: int, device_count: int) -> None:
-    """Set what the machine has; the local rank's device is current. ValueError: it has none."""
+    """Set the machine's devices; the local rank's is the current one.
+
+    Raises a ValueError if that does not exist.
+    """
     if not 0 <= local_rank < device_count:
         raise ValueError(
             f"local rank {local_rank} has no GPU among {device_count}: a rehearsed rank needs 0 <="
@@ -44,7 +50,7 @@ def place(local_rank: int, device_count: int) -> None:
 
 
 def use() -> None:
-    """Raise what CUDA raises in a child that was forked after its parent had used a device."""
+    """Raise CUDA's error in a child that was forked after its parent had used a device."""
     if machine.forked:
         raise RuntimeError(
             "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you"
@@ -54,7 +60,7 @@ def use() -> None:
 
 
 def cuda_index(device: Any) -> int | None:
-    """The index of a device-like that means CUDA, which must exist; None for anything else."""
+    """Return the index of a CUDA device-like, which must exist; None for anything else."""
     if not is_device_like(device) or not (
         isinstance(device, int) or torch.device(device).type == "cuda"
     ):
@@ -63,20 +69,20 @@ def cuda_index(device: Any) -> int | None:
 
 
 def as_cpu(device: Any) -> Any:
-    """The CPU for a device-like that means CUDA, which must exist; anything else as it is."""
+    """Return the CPU for a CUDA device-like, which must exist; anything else as it is."""
     return device if cuda_index(device) is None else CPU
 
 
 def is_device_like(value: Any) -> bool:
-    """Whether a positional argument names a device rather than a dtype or a tensor."""
+    """Return whether a positional argument names a device and not a dtype or a tensor."""
     return isinstance(value, (str, torch.device, int)) and not isinstance(value, bool)
 
 
 def ordinal(device: Any = None) -> int:
-    """The index of a CUDA device-like; the current device for ``None`` and for a bare ``"cuda"``.
+    """Return the index of a CUDA device-like: the current device's for ``None`` and ``"cuda"``.
 
-    Programs ask about ``x.device``, which is honest: so the CPU's device, where it is no text, is
-    the current one. ValueError: any other device, as torch raises it.
+    Programs ask about ``x.device``, which is honestly the CPU. So the CPU's device, if it is no
+    text, stands for the current one. For any other device a ValueError is raised, as by torch.
     """
     if device is None or device == CPU:
         return machine.current
@@ -89,7 +95,10 @@ def ordinal(device: Any = None) -> int:
 
 
 def existing(device: Any = None) -> int:
-    """Like :func:`ordinal`; uses the device, and raises what CUDA raises for one that isn't there, with those that are."""
+    """Use a device and return its index; raise CUDA's error for one that does not exist.
+
+    The error names the devices that do.
+    """
     index, last = ordinal(device), machine.device_count - 1
     use()
     if not 0 <= index <= last:
@@ -102,13 +111,16 @@ def existing(device: Any = None) -> int:
 
 
 def install() -> None:
-    """Heed forks. Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
+    """Notice forks, and let ``torch.device(0)`` mean ``cuda:0``.
+
+    torch without CUDA, and torch 2.6 without GPUs, refuse a number there.
+    """
     os.register_at_fork(after_in_child=lambda: setattr(machine, "forked", machine.used))
     try:
         torch.device(0)
     except RuntimeError:
         torch.device = stand_in("device", _Device, _device)  # type: ignore[assignment, misc]
-        torch.jit._builtins._register_builtin(torch.device, "aten::device")  # scripts name it, too
+        torch.jit._builtins._register_builtin(torch.device, "aten::device")  # for TorchScript
 
 
 _Device = torch.device

@@ -1,4 +1,4 @@
-"""How torch's entry points are replaced: in place, under their own names, each in one line of a table."""
+"""Replaces torch's entry points in place, under their own names, each by one line of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arguments = dict[str, Any]
 
 
 def replace(owner: Any, name: str, new: Any) -> None:
-    """Put ``new`` in the place of ``owner.name``; pickles go on finding it by the name of what it replaces."""
+    """Replace ``owner.name`` by ``new``, which pickles find by the same name."""
     old = getattr(owner, name, None)
     if inspect.isfunction(new) and callable(old):
         functools.update_wrapper(new, old)
@@ -28,13 +28,16 @@ def replace(owner: Any, name: str, new: Any) -> None:
 
 
 def replace_all(owner: Any, table: Mapping[str, Any]) -> None:
-    """Replace every name of a table, also one that this version of torch does not have."""
+    """Replace every name of a table, also names that this version of torch does not have."""
     for name, new in table.items():
         replace(owner, name, new)
 
 
 def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -> None:
-    """Let a function or method be called with arguments that ``rewrite`` has changed; it gets those given, by name."""
+    """Let ``rewrite`` change the arguments of all calls of a function or method.
+
+    It gets them by name.
+    """
     original = getattr(owner, name)
     signature = inspect.signature(original)
 
@@ -48,7 +51,7 @@ def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -
 
 
 def replace_everywhere(owner: Any, name: str, new: Any) -> None:
-    """Replace a function also in the modules of torch.distributed that took it by ``from … import``."""
+    """Replace a function, also in modules of torch.distributed that imported it by name."""
     old = getattr(owner, name)
     setattr(owner, name, new)
     if inspect.ismodule(owner):
@@ -58,10 +61,10 @@ def replace_everywhere(owner: Any, name: str, new: Any) -> None:
 
 
 def overridable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let arguments, and modes, with a ``__torch_function__`` of their own have a call first, as functions of torch do.
+    """Let arguments and modes with a ``__torch_function__`` override a call, as torch does.
 
-    They are told what the program has called, which is what stands in torch's place: libraries keep
-    tables by it (``{torch.zeros_like: …}``), and torch's own function would tell them of itself.
+    They receive the function that the program has called, which is the replacement: libraries keep
+    tables with it as a key (``{torch.zeros_like: …}``). torch's own function would pass itself.
     """
 
     @functools.wraps(function)
@@ -75,7 +78,10 @@ def overridable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stand_in(name: str, real: type, make: Callable[..., Any], module: str = "torch") -> type:
-    """A class of torch that cannot be patched in place: calls of it ``make`` objects, and it recognises real ones."""
+    """Return a class in the place of one of torch's that cannot be patched.
+
+    Calling it ``make``s objects, and real objects are instances of it.
+    """
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +97,12 @@ def stand_in(name: str, real: type, make: Callable[..., Any], module: str = "tor
 
 
 def always(value: Any) -> Callable[..., Any]:
-    """A function that gives one answer, whatever it is asked."""
+    """Return a function that always gives the same answer."""
     return lambda *args, **kwargs: value
 
 
-# at import, so before the fork: looking through sys.modules in a fork copies the pages of all
-# modules
+# This runs at import, and so before the fork: searching sys.modules in a fork copies the pages of
+# all modules.
 _DISTRIBUTED = [
     module for path, module in sys.modules.items() if path.startswith("torch.distributed")
 ]

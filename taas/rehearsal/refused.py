@@ -1,7 +1,7 @@
-"""What cannot be rehearsed says so by name, where it is called.
+"""Refuses by name, where it is called, what cannot be rehearsed.
 
-Nothing here stops an import but cupy's, as if it were not installed: libraries that import these
-modules and never use them go on.
+No import fails except cupy's, as if it were not installed. So libraries that import these modules
+and never use them work.
 """
 
 from __future__ import annotations
@@ -25,26 +25,33 @@ RAW = "it hands out the CUDA library itself"
 
 TORCH_CUDA = {
     **dict.fromkeys(
-        ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_pool_handle", "make_graphed_callables"),
+        ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_pool_handle",
+         "make_graphed_callables"),
         GRAPHS,
     ),
     **dict.fromkeys(
-        ("CUDAPluggableAllocator", "MemPool", "MemPoolContext", "caching_allocator_alloc", "caching_allocator_delete",
-         "change_current_allocator", "memory_snapshot", "use_mem_pool"),
+        ("CUDAPluggableAllocator", "MemPool", "MemPoolContext", "caching_allocator_alloc",
+         "caching_allocator_delete", "change_current_allocator", "memory_snapshot", "use_mem_pool"),
         MEMORY,
     ),
     **dict.fromkeys(
-        ("clock_rate", "device_memory_used", "memory_usage", "power_draw", "temperature", "utilization"), NVML
+        ("clock_rate", "device_memory_used", "memory_usage", "power_draw", "temperature",
+         "utilization"),
+        NVML,
     ),
-    **dict.fromkeys(("GreenContext", "cudart", "current_blas_handle", "current_solver_handle"), RAW),
+    **dict.fromkeys(
+        ("GreenContext", "cudart", "current_blas_handle", "current_solver_handle"), RAW
+    ),
     "_compile_kernel": KERNELS,
 }  # fmt: skip
 _REFUSED = (  # a module, what it is called where that is another name, and its names
     (torch.cuda, "torch.cuda", TORCH_CUDA),
-    (torch.cuda.graphs, "torch.cuda", {name: why for name, why in TORCH_CUDA.items() if why == GRAPHS}),
+    (torch.cuda.graphs, "torch.cuda",
+     {name: why for name, why in TORCH_CUDA.items() if why == GRAPHS}),
     (torch.accelerator, "torch.accelerator", {"Graph": GRAPHS}),
     (torch.cuda.memory, "torch.cuda.memory",
-     dict.fromkeys(("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot"), MEMORY)),
+     dict.fromkeys(("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot"),
+                   MEMORY)),
     (torch.cuda.jiterator, "torch.cuda.jiterator",
      dict.fromkeys(("_create_jit_fn", "_create_multi_output_jit_fn"), KERNELS)),
     (torch.cuda.nccl, "torch.cuda.nccl",
@@ -83,7 +90,7 @@ def _refuse_names(module: Any, called: str, table: dict[str, str]) -> None:
 
 
 def _refuse_cuda_sources(module: Any) -> None:
-    """``torch.utils.cpp_extension``: C++ extensions build, CUDA ones are refused."""
+    """Refuse CUDA sources in ``torch.utils.cpp_extension``, which builds C++ extensions."""
     for name in ("load", "load_inline"):
         rewrite_calls(module, name, functools.partial(_check_sources, name))
 
@@ -100,7 +107,7 @@ def _check_sources(function: str, given: Arguments) -> None:
 
 
 def _refuse_triton(module: Any) -> None:
-    """``triton.runtime.jit``: kernels may be defined, launching one is refused under its name."""
+    """Refuse to launch kernels in ``triton.runtime.jit``; they may be defined."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise CannotRehearse(
@@ -111,7 +118,7 @@ def _refuse_triton(module: Any) -> None:
 
 
 def _refuse_nvml(module: Any) -> None:
-    """``pynvml`` does not initialise; those who can do without NVML catch its own error."""
+    """Refuse to initialise ``pynvml``; code that can do without NVML catches its own error."""
 
     class NVMLCannotBeRehearsed(CannotRehearse, module.NVMLError_LibraryNotFound):
         __str__ = Exception.__str__
@@ -120,15 +127,15 @@ def _refuse_nvml(module: Any) -> None:
 
 
 class _CupyCannotBeRehearsed(CannotRehearse, ImportError):
-    """Those who can do without cupy catch an ImportError."""
+    """The error of importing cupy; code that can do without cupy catches an ImportError."""
 
 
 def install() -> None:
-    """Refuse by name, in torch and in libraries that may be imported later."""
+    """Refuse names in torch, and in libraries that may be imported later."""
     for module, called, table in _REFUSED:
         _refuse_names(module, called, table)
     after_import("torch.utils.cpp_extension", _refuse_cuda_sources)
-    # libraries that choose Triton kernels where there are GPUs keep to their others
+    # so that libraries which choose Triton kernels for GPUs use their other kernels
     after_import("torch.utils._triton", lambda module: replace(module, "has_triton", always(False)))
     after_import("triton.runtime.jit", _refuse_triton)
     after_import("pynvml", _refuse_nvml)

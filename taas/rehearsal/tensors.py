@@ -1,11 +1,11 @@
-"""Tensors, storages and modules stay where they are, on the CPU, when they are sent to a CUDA device.
+"""Keeps tensors, storages and modules on the CPU when they are sent to a CUDA device.
 
 A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom
-kernels are not taken. What is sent to a device becomes a copy, but for what requires a gradient,
-and for parameters: a leaf must stay the leaf that an optimizer has, and what a GPU has already
-stays the same object there, frozen or not. ``x.cpu()`` and ``x.to("cpu")`` copy, as they do from a
-GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must not find the last one
-there.
+kernels are not taken. A tensor that is sent to a device is copied, except for parameters and
+tensors that require a gradient: a leaf must stay the leaf that an optimizer has, and on a GPU a
+tensor that is there already stays the same object, frozen or not. ``x.cpu()`` and ``x.to("cpu")``
+copy, as they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must
+not find the last one there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _tensor_cuda(
 
 
 def stays_itself(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor that is sent to a device is that very tensor afterwards."""
+    """Return whether a tensor that is sent to a device stays the same object."""
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
@@ -99,12 +99,12 @@ TENSOR: dict[str, Any] = {
     "type": _tensor_type,
     "pin_memory": _itself,
     "is_pinned": always(False),
-    "record_stream": always(None),  # no work is under way that could outlive a tensor
+    "record_stream": always(None),  # no work is ever under way that could outlive a tensor
 }
 
 
 def _parse_to_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
-    """What ``nn.Module.to`` and ``PackedSequence.to`` make of their arguments."""
+    """Parse the arguments of ``nn.Module.to`` and ``PackedSequence.to``."""
     if args and is_device_like(args[0]):
         args = (as_cpu(args[0]), *args[1:])
     if kwargs.get("device") is not None:
@@ -126,13 +126,13 @@ def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> 
 
 
 _legacy: dict[Any, Any] = {}
-"""``torch.cuda.FloatTensor`` and the like, each with the CPU's: they make CPU tensors, and
-recognise none.
+"""The CPU's types for ``torch.cuda.FloatTensor`` and the like. These make CPU tensors, and no tensor
+is an instance of them.
 """
 
 
 class _CudaTensor:
-    """What they would recognise."""
+    """The class of their instances, of which there are none."""
 
 
 def _legacy_type(cpu: Any) -> type:
@@ -155,7 +155,10 @@ def _cpu_type(dtype: Any) -> Any:
 
 
 def _deserialize(storage: Any, location: str) -> Any:
-    """Let checkpoints saved on GPUs, or loaded onto them, land on the CPU: in whatever form ``map_location`` says it."""
+    """Load checkpoints that were saved on GPUs, or are to go there, onto the CPU.
+
+    ``map_location`` may ask for that in any form.
+    """
     if not location.startswith("cuda"):
         return None
     index = torch.device(location).index
@@ -172,16 +175,19 @@ _BEFORE_TORCHS_OWN = 5  # torch's deserialiser for the CPU has 10, for CUDA 20
 
 
 def _whole_forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-    """What ``nn.DataParallel`` of one process computes, at once. In a run of several ranks it is ``adopt``'s."""
+    """Compute at once what ``nn.DataParallel`` computes in one process.
+
+    In a run of several ranks ``adopt`` replaces it.
+    """
     return self.module(*inputs, **kwargs)
 
 
 def install() -> None:
-    """Replace what moves tensors, storages and modules, and what loads them."""
+    """Replace the functions that move tensors, storages and modules, and that load them."""
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
     replace_all(torch.Tensor, {name: overridable(new) for name, new in TENSOR.items()})
-    # torch's one table of these methods that is made before: what a parameter without a shape may
-    # be asked
+    # The only table of these methods that torch makes at import: the methods that a parameter
+    # without a shape has.
     tables: Any = nn.UninitializedParameter
     tables._allowed_methods += [torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu]
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)

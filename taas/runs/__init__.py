@@ -1,1 +1,1 @@
-"""A run's folder: its record, its events, its answer, and what reads them."""
+"""The folder of a run (its record, output and answer), and the code that reads it."""

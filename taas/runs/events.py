@@ -1,15 +1,15 @@
-"""The files in which a rank keeps what it prints and displays, and how they are read in order.
+"""The files with a rank's output and displays, and how they are read in order.
 
 A rank appends records to its event file and never waits for a reader (rank/outlet.py). Each record
-carries the sizes that the rank's C-level stdout and stderr files had when it was written, so that a
-reader can put both kinds of output into one order. A record is written with one write(2) to a file
-opened for appending: records of forked children do not mix, and a rank that is killed leaves whole
-ones.
+has the sizes of the rank's C-level stdout and stderr files at the time when it was written, so that
+a reader can put both kinds of output into one order. A record is written with one write(2) to a
+file opened for appending: records of forked children do not mix, and a killed rank leaves whole
+records.
 
 A record is a header, ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file);
-the body, UTF-8 text for streams (kinds 0 and 1), of bounded size, else MessagePack; and ``<I``, the
-bytes of all three, by which whoever wants the last lines goes back from the end of the file, record
-by record.
+the body, which is UTF-8 text of bounded size for streams (kinds 0 and 1), else MessagePack; and
+``<I``, the bytes of all three. A reader of the last lines uses it to go back from the end of the
+file, record by record.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ _AROUND = _HEADER.size + _LENGTH.size  # bytes of a record beside its body
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
-COLLECTED = (  # beside these, at its end: values that the header asked for (capture/collected.py)
-    "collected"
-)
-LARGEST_DISPLAY = 48 << 20  # bytes; a larger one does not fit well into a notebook
-LARGEST_TEXT = 1 << 16  # bytes of a stream in one record
+COLLECTED = "collected"  # beside these: values that the header asked for (capture/collected.py)
+LARGEST_DISPLAY = 48 << 20  # bytes; larger ones do not fit well into a notebook
+LARGEST_TEXT = 1 << 16  # bytes of a stream in one record, at most
 _BLOCK = 1 << 18
 _LAST_BYTES = 1 << 13, 1 << 20
-"""Where the last lines of a rank are looked for: so far from the end of its files, or, before a
-large display, so far.
+"""The last lines of a rank are searched for in so many bytes at the end of its files, or, before a
+large display, in so many.
 """
 
 
 def pack_record(kind: int, body: bytes | bytearray, stdout: int, stderr: int) -> bytes:
-    """Return a record; ``stdout`` and ``stderr`` are the sizes of the files that C code writes to."""
+    """Return a record; ``stdout`` and ``stderr`` are the sizes of the files of C code."""
     header = _HEADER.pack(kind, len(body), stdout, stderr)
     return header + body + _LENGTH.pack(_AROUND + len(body))
 
@@ -68,14 +66,17 @@ read_arguments = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 def plain_form(kind: str, arguments: dict[str, Any]) -> str:
-    """Return lines for what is no text, given with the arguments of IPython's publisher; nothing where it has no such form."""
+    """Return the lines that stand for a display or an error; empty if it has no text form.
+
+    It is given with the arguments of IPython's publisher.
+    """
     if kind == "error":
         return "\n".join(arguments["traceback"]) + "\n"
     return "" if kind in ("clear", "comm") else arguments["data"].get("text/plain", "") + "\n"
 
 
 def size_of(file: Path) -> int:
-    """Return the size of a file; 0 where there is none."""
+    """Return the size of a file; 0 if there is none."""
     try:  # called for each rank again and again
         return os.stat(file).st_size  # noqa: PTH116
     except FileNotFoundError:
@@ -83,7 +84,7 @@ def size_of(file: Path) -> int:
 
 
 class _Growing:
-    """A file that grows, read from where the last read ended."""
+    """A growing file that is read from where the last read ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,14 +115,17 @@ class RankEvents:
         self._kind, self._source = "", -1
 
     def read(self) -> list[Output]:
-        """Return what was written since the last call, a block or a display at most; neighbouring texts are one."""
+        """Return what was written since the last call, at most a block or a display.
+
+        Neighbouring texts are joined.
+        """
         while True:
             before = self._position
             self._read()
             self._end_text()
             found, self._found = self._found, []
             if found or self._position == before:
-                return found  # else it was a part of a character
+                return found  # else it was only a part of a character
 
     @property
     def _position(self) -> tuple[int, ...]:
@@ -130,8 +134,8 @@ class RankEvents:
     def _read(self) -> None:
         """Read a block of the event file, and the raw files as far as its records had seen them.
 
-        The raw files' sizes are taken before the events are read: what a rank printed before it
-        wrote to them is then among the events already.
+        The raw files' sizes are taken before the events are read, so that the events include all
+        that the rank printed before it wrote to the raw files.
         """
         sizes = self._raw[0].size(), self._raw[1].size()
         block, at, left = self._events.peek(_BLOCK), 0, _BLOCK
@@ -162,7 +166,7 @@ class RankEvents:
             self._found.append(Output(self._rank, KINDS[kind], body=body))
 
     def _take_large(self, kind: int, length: int) -> None:
-        """Take the record that the file is read up to, once it is whole."""
+        """Take the record at the current offset, once it is complete."""
         if self._events.size() < self._events.offset + _AROUND + length:
             return
         if length <= LARGEST_DISPLAY:
@@ -188,7 +192,7 @@ class RankEvents:
         return taken
 
     def _take_text(self, source: int, body: bytes) -> None:
-        """Take bytes of a stream: Python's (0, 1) or C's (2, 3), each of which may end within a character."""
+        """Take bytes of Python's streams (0, 1) or C's (2, 3); they may end within a character."""
         if source != self._source:
             self._decode()
             if KINDS[source % 2] != self._kind:
@@ -209,9 +213,9 @@ class RankEvents:
             self._found.append(Output(self._rank, self._kind, text))
 
     def skip(self) -> bool:
-        """Leave all but the last that was written; returns whether that was found.
+        """Skip everything except the last output; return whether that was found.
 
-        It is not found where the file does not end with a whole record: a part of one is being
+        It is not found if the file does not end with a whole record: the record is just being
         written, or sent from another host, or the rank was killed while it wrote.
         """
         whole = self._events.size()
@@ -232,7 +236,10 @@ class RankEvents:
 
 
 def _first_record(block: bytes) -> int | None:
-    """Return where the first whole record of a file's last block begins, 0 in an empty one; None: there is none."""
+    """Return where the first whole record of a file's last block begins.
+
+    That is 0 in an empty block; None means that there is none.
+    """
     at = len(block)
     while at >= _AROUND:
         (length,) = _LENGTH.unpack_from(block, at - _LENGTH.size)
@@ -247,9 +254,11 @@ def _first_record(block: bytes) -> int | None:
 
 
 def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] | None:
-    """Return the last lines in a rank's folder, as a terminal shows them, and its last display among them, by MIME type.
+    """Return the last lines in a rank's folder, and the last display among them.
 
-    None: they cannot be told just now.
+    The lines are as a terminal shows them; the display is keyed by MIME type.
+
+    Returns None while they cannot be found.
     """
     events, text, drawn = RankEvents(folder), "", dict[str, Any]()
     if not events.skip():

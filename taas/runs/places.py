@@ -1,7 +1,6 @@
-"""Folders of taas on this machine, which nobody else can enter, and whose the files there are.
+"""Private folders of taas on this machine, and marks of the processes that own files there.
 
-A process id is given to others later on, so what is kept of a process is the id and when it was
-born.
+The system gives a process id to other processes later, so a mark has the id and the time of birth.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from taas.wording import shown_path, size_in_words
 
 _ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
 _FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # at most, with their folders
-# after that, what a process of another machine left is left behind
+# after so long, what a process of another machine left counts as abandoned
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
 
 def runtime_folder(name: str) -> Path:
-    """Return a folder, made if it is not there, of connections, run records, locks."""
+    """Return a private folder of connections, run records or locks; make it if missing."""
     folder = Path(jupyter_runtime_dir()) / "taas" / name
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -38,7 +37,10 @@ def runtime_folder(name: str) -> Path:
 
 
 def write_private(path: Path, data: bytes | mmap.mmap) -> None:
-    """Put a file in place in one step, for this user alone, or leave what was there: an OSError names the file."""
+    """Put a file in place in one step, for this user alone.
+
+    On an OSError, which names the file, the old one stays.
+    """
     partial = path.with_suffix(".new")
     try:
         partial.touch(0o600)
@@ -50,11 +52,10 @@ def write_private(path: Path, data: bytes | mmap.mmap) -> None:
 
 
 def check_room(ranks: int, *, local: bool) -> None:
-    """Look whether there is room for a run: for its folder, and for the semaphores that ranks here are started with.
+    """Check that there is room for a run's folder, and for the semaphores of ranks on this machine.
 
-    ``ranks``: how many there will be, each with files of its own in the run's folder.
-
-    An EngineError names the folder, what it lacks, and what to do.
+    ``ranks``: how many there will be; each has its own files in the run's folder. An EngineError
+    names the folder, what it lacks, and what to do.
     """
     root = Path(jupyter_runtime_dir()) / "taas"
     try:
@@ -80,7 +81,7 @@ def check_room(ranks: int, *, local: bool) -> None:
 
 
 def no_room(error: BaseException) -> str:
-    """Return what to do about an error of a full disk; nothing for others."""
+    """Return what to do about an error of a full disk; empty for other errors."""
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     return (
@@ -98,14 +99,14 @@ def _lack(folder: Path, files: int = 1) -> str:
         return "is read-only"
     if free < _ROOM:
         return f"is full ({size_in_words(free)} left)"
-    # some file systems make inodes as they need them, and say 0 of 0
+    # some file systems make inodes when they need them, and report 0 of 0
     if disk.f_files and disk.f_ffree < files:
         return f"is full (room for {disk.f_ffree} more files, and the run makes {files})"
     return ""
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """A process that cannot be taken for another one, also when the clock is set meanwhile.
+    """A process that is not confused with another one, even when the clock is set meanwhile.
 
     Attributes:
         born: in the system's ticks since it was booted.
@@ -120,7 +121,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessMark:
-        """Mark a living process; raises OSError where there is none."""
+        """Mark a living process; raise OSError if there is none."""
         found = process(pid)
         if found is None:
             raise ProcessLookupError(f"there is no process {pid}")
@@ -128,7 +129,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether it is there, on this machine."""
+        """Return whether it lives on this machine."""
         with contextlib.suppress(OSError):
             found = None if self.elsewhere else process(self.pid)
             alive = found is not None and found.born == self.born and found.state not in "ZX"
@@ -137,18 +138,24 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is a process of another machine or container, which cannot be looked up here."""
+        """Return whether it belongs to another machine or container.
+
+        Then it cannot be looked up here.
+        """
         return self.host not in ("", socket.gethostname())
 
     def has_left(self, file: Path) -> bool:
-        """Whether it is gone for good, and with it the use of a file that it wrote."""
+        """Return whether it is gone for good, and does not use a file that it wrote any more."""
         if self.elsewhere:
             return time.time() - file.stat().st_mtime > _FORGOTTEN_SECONDS
         return not self.lives
 
 
 def _boot() -> str:
-    """Name this start of the system, and within it the container, whose process ids are its own."""
+    """Return a name of this boot of the system and of this container.
+
+    A container has its own process ids.
+    """
     with contextlib.suppress(OSError):
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{started} {Path('/proc/self/ns/pid').readlink()}"

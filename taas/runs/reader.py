@@ -1,8 +1,8 @@
-"""Reading a run: all that is known of it lies in its folder (runs/records.py), and this is who reads it.
+"""Reads all that is known of a run from its folder (runs/records.py).
 
-The launching cell, ``attach``, ``logs`` and the command line are this reader, with another screen
-each. It needs no supervisor, holds nothing up, and what it has not read yet waits in the files. And
-what a run's end raises in its cell.
+The launching cell, ``attach``, ``logs`` and the command line use this reader, each with another
+screen. It needs no supervisor and blocks nothing; output that it has not read waits in the files.
+``finish`` raises what the run's end raises in its cell.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from taas.runs.events import Output, RankEvents
 from taas.runs.records import RunRecord, output_folder, read_record
 from taas.wording import counted, named
 
-POLL_SECONDS = 0.015  # so often who waits looks whether something was written
-LOOK_SECONDS = 0.1  # so often a record is read
-_LAST_CHARACTERS = 1000  # so much of what a rank wrote unseen is shown when it asks something
+POLL_SECONDS = 0.015  # between two looks for new output
+LOOK_SECONDS = 0.1  # between two looks at the record
+_LAST_CHARACTERS = 1000  # of its unseen output are shown when a rank asks something
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RunReader:
-    """One run: its record as it is now, and what its ranks have written, over all its starts, each thing once.
+    """Reads one run: its current record, and the output of its ranks over all its starts, once.
 
     Args:
         record: the run, as it was when somebody found it.
-        ranks: whose output; None: that of the ranks which the run shows.
+        ranks: the ranks whose output is read; None: those that the run shows.
     """
 
     def __init__(self, record: RunRecord, ranks: Iterable[int] | None = None) -> None:
@@ -46,7 +46,10 @@ class RunReader:
             self._files[rank] = RankEvents(self._output / str(rank), rank)
 
     def include(self, rank: int) -> list[Output]:
-        """Read what this rank writes, too, since it asks something; returns the last of what it has written."""
+        """Also read what this rank writes, since it asks something.
+
+        Returns the last part of its earlier output.
+        """
         if rank in self._ranks:
             return []
         self._ranks = (*self._ranks, rank)
@@ -58,11 +61,14 @@ class RunReader:
 
     @property
     def over(self) -> bool:
-        """Whether the run is over, as far as is known: what :meth:`read` finds then is all there is."""
+        """Return whether the run is over, as far as is known.
+
+        Then :meth:`read` returns all that is left.
+        """
         return self.removed or not self.record.live
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is time to look for something new, at most so long."""
+        """Wait until it is time to look for new output, at most so long."""
         time.sleep(min(seconds, POLL_SECONDS))
 
     def look(self, *, at_once: bool = False) -> RunRecord:
@@ -75,9 +81,10 @@ class RunReader:
         return self.record
 
     def read(self) -> list[Output]:
-        """Return what comes next, some hundred KiB at most; nothing where that is all by now.
+        """Return the next output, some hundred KiB at most; nothing if that is all for now.
 
-        A start of the run is read to its end before the next one, which the record knew before.
+        Each start of the run is read to its end before the next one, which the record has
+        announced.
         """
         while True:
             for rank, file in list(self._files.items()):
@@ -91,18 +98,18 @@ class RunReader:
                 return [Output(0, "note", note)]
 
     def end(self, record: RunRecord) -> None:
-        """Take the supervisor's word that the run is over, with its last record, which a full disk may lack."""
+        """Take over the last record, as the supervisor sent it; a full disk may lack it."""
         self.record, self._told = record, True
 
     def skip(self) -> bool:
-        """Leave what was not read yet in the files; returns whether it was to be read until now."""
+        """Leave unread output in the files; return whether it was being read until now."""
         wanted = bool(self._files)
         self._files, self._start = {}, self.record.restarts
         return wanted
 
 
 def finish(record: RunRecord) -> None:
-    """Raise what the run's end deserves."""
+    """Raise the error that the run's end means for its cell, if any."""
     if record.outcome == "interrupted":
         fate = "all its ranks stay" if record.kept_ranks else "all its ranks have ended"
         raise interrupted(
@@ -119,14 +126,17 @@ def finish(record: RunRecord) -> None:
 
 
 def interrupted(fact: str) -> KeyboardInterrupt:
-    """Build a KeyboardInterrupt that IPython shows as one line: where this process stood says nothing."""
+    """Build a KeyboardInterrupt that IPython shows as one line.
+
+    The kernel's own position says nothing about the run.
+    """
     error = KeyboardInterrupt(fact)
     vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {fact}"]
     return error
 
 
 def _others_in_words(record: RunRecord) -> str:
-    """Say what became of the other ranks when one had failed."""
+    """Say what happened to the other ranks when one had failed."""
     said = ""
     if record.waited:
         all_others = record.waited == record.cell.spec.world_size - 1

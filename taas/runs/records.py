@@ -1,20 +1,21 @@
-"""What is known of runs, on disk: one folder a run, which outlives kernel, supervisor and machine restarts.
+"""What is kept of runs on disk: one folder for each, which outlives kernel and supervisor.
 
 ::
 
     <jupyter runtime dir>/taas/runs/<name>-<id>/      0700
         record.json     RunRecord, replaced as a whole whenever it changes
         <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
-        data.log        what the data processes printed; after a restart as well below restart-<n>/
-        writes/         what ranks other than 0 wrote in the project's place (storage/kept.py); as well
+        data.log        what the data processes printed; likewise below restart-<n>/
+        writes/         project files that ranks other than 0 wrote (storage/kept.py); likewise
         reserve         room on the disk for the last record, until that is written
-        payload         the names the cell was given, and
-        answer          rank 0's names, and
-        loaders         the generators of registered loaders: kept of a background run, for `%taas attach`
+        payload         the names that the cell was given,
+        answer          rank 0's names,
+        loaders         states of registered loaders: these three of background runs, for `attach`
 
-Each file has one writer: the supervisor of a run its record, a rank its output, which from another
-host is mirrored here. Everybody else reads (runs/reader.py): the launching cell, ``status``,
-``history``, ``logs`` and ``attach`` need no supervisor to answer. Old runs make room for new ones.
+Each file has one writer: the run's supervisor writes the record, and each rank its output, which is
+mirrored here from other hosts. Everything else reads (runs/reader.py): the launching cell,
+``status``, ``history``, ``logs`` and ``attach`` need no supervisor. Old runs make room for new
+ones.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ class Verdict(msgspec.Struct, kw_only=True):
     """How a run ended.
 
     Attributes:
-        outcome: ``done``, ``failed``, ``interrupted`` or ``lost``; empty before.
-        first: of the first failing rank.
-        vm: where that was; empty where the run has this machine alone.
-        others: how many ranks failed after it, of something else than waiting for it.
+        outcome: ``done``, ``failed``, ``interrupted`` or ``lost``; empty before the end.
+        first: the end of the first failing rank.
+        vm: that rank's VM; empty if the run is on this machine alone.
+        others: how many ranks failed after it, for another reason than waiting for it.
         waited: how many ranks stood in a collective that could not end without it.
-        message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``:
-            from where, if that was not its own cell, and what failed while the cell was finishing.
-        names: what became of rank 0's names, if it is not done.
+        message: for ``lost``: what was lost; for ``failed``: which ranks had ended before; for
+            ``interrupted``: from where, if that was not its own cell, and what failed while the
+            cell was finishing.
+        names: what happened to rank 0's names, if the run is not done.
         error: for ``lost``: the class of :mod:`taas.errors` to raise.
     """
 
@@ -73,28 +75,27 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 
 class RunRecord(Verdict, kw_only=True):
-    """A run, as everybody may see it; once it is over, with its verdict.
+    """A run as every process may see it, with its verdict once it is over.
 
     Attributes:
-        name: not unique for ever; with ``id`` it is.
+        name: it may be used again; name and ``id`` together are unique.
         project: the notebook's folder.
-        notebook: its path; empty where its front end does not say it.
-        device: on what it runs, in words.
-        gpus: the GPUs of this machine that it has: which ones they are
-            (:class:`taas.wire.clients.Gpu`).
+        notebook: its path; empty if its front end does not say it.
+        device: the ranks' devices in words.
+        gpus: the GPUs of this machine that it has, by device (:class:`taas.wire.clients.Gpu`).
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own
             ``except`` and ``finally`` run), ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM;
-            where its ranks stand while it is ``finishing``.
+        waiting: what it waits for while it is ``acquiring``, or has lost its last data VM; while it
+            is ``finishing``, where its ranks stand.
         submitted, ended: seconds since the epoch, 0 before.
-        losses: what was lost before each new start, a line for the user each.
+        losses: what was lost before each restart, one line for the user each.
         notices: lines for the user.
-        trouble: what is wrong while it goes on; what was wrong to its end, if it did not end well.
-        questions: what its ranks ask the person at the keyboard, and wait for.
+        trouble: what is wrong while it goes on; after a bad end, what was wrong then.
+        questions: questions to the person at the keyboard on which its ranks wait.
         use: what its ranks use, in the order of their numbers.
-        curve: how busy they were, in percent, in as many equal parts of its time.
+        curve: how busy they were, in percent, in equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
-        files: what it left for `%taas attach`: by name, the size in bytes.
+        files: the files that it left for `%taas attach`, with their sizes in bytes.
     """
 
     name: str
@@ -123,29 +124,32 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """The notebook in words."""
+        """Return the notebook in words."""
         return in_words(self.notebook, self.project)
 
     @property
     def folder(self) -> Path:
-        """Its folder."""
+        """Return the run's folder."""
         return runs_root() / f"{self.name}-{self.id}"
 
     @property
     def writes(self) -> list[Path]:
-        """The folders of what ranks other than 0 wrote in the project's place, one for each start."""
+        """Return the folders with project files of ranks other than 0, one for each start."""
         return [
             output_folder(self.folder, number) / "writes" for number in range(self.restarts + 1)
         ]
 
     @property
     def background(self) -> bool:
-        """Whether it outlives its kernel."""
+        """Return whether it outlives its kernel."""
         return self.cell.spec.background
 
     @property
     def busy(self) -> float | None:
-        """How busy its GPUs are, or, where nobody can tell or there are none, a processor for each rank, in percent on average."""
+        """Return how busy its GPUs are, in percent on average.
+
+        Where that is not known, or without GPUs, a processor for each rank counts.
+        """
         gpus = [rank.gpu for rank in self.use if rank.gpu is not None]
         shares = gpus or [rank.cpu for rank in self.use]
         return sum(shares) / len(shares) if shares else None
@@ -157,27 +161,27 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def live(self) -> bool:
-        """Whether it goes on."""
+        """Return whether it goes on."""
         return self.state != "over"
 
     @property
     def may_go_on(self) -> bool:
-        """Whether it counts as lost only because its supervisor cannot be seen from this machine."""
+        """Return whether it only counts as lost because its supervisor is on another machine."""
         return self.outcome == "lost" and self.supervisor.elsewhere
 
     @property
     def holds(self) -> bool:
-        """Whether it has its GPUs: it goes on, or its ranks stay."""
+        """Return whether it holds its GPUs: it goes on, or its ranks stay."""
         return self.live or self.kept_ranks is not None
 
 
 def in_words(notebook: str, project: str) -> str:
-    """Name a notebook, or the project that it is in, where its front end does not say its path."""
+    """Name a notebook, or its project if its front end does not say its path."""
     return "/".join(Path(notebook).parts[-2:]) if notebook else f"{project.rstrip('/')}/"
 
 
 def output_folder(folder: Path, restarts: int) -> Path:
-    """Return where the ranks of a run write, below the run's folder, after so many restarts."""
+    """Return the folder in which the ranks of a run write after so many restarts."""
     return folder / f"restart-{restarts}" if restarts else folder
 
 
@@ -187,7 +191,10 @@ def runs_root() -> Path:
 
 
 def new_folder(name: str | None) -> tuple[str, str]:
-    """Make the folder of a new run; returns its name, by default the next number after all that are kept, and id."""
+    """Make the folder of a new run; return its name and id.
+
+    The default name is the next number after those of all kept runs.
+    """
     root = runs_root()
     if name is None:
         numbers = [
@@ -205,22 +212,24 @@ _read = MessageReader(RunRecord, msgspec.json)
 
 
 def write_record(record: RunRecord) -> None:
-    """Replace a run's record; an OSError says that the disk is full, for one."""
+    """Replace a run's record.
+
+    Raises an OSError if the disk is full, for example.
+    """
     write_private(record.folder / _RECORD, msgspec.json.encode(record))
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Read a run's record; None if there is none that can be read.
+    """Read a run's record; None if there is none, or it cannot be read.
 
-    A run that nobody looks after any more was lost with its supervisor, which could not write that
-    down.
+    A run whose supervisor has died was lost with it; the supervisor could not write that down.
     """
     path = folder / _RECORD
     try:
         file = path.stat()
         record = copy(_decoded(path, file.st_ino, file.st_mtime_ns, file.st_size))
         if record.live and not record.supervisor.lives:
-            # it may have ended in the very moment
+            # it may have ended at this moment
             record = _read(path.read_bytes())
     except (OSError, Unreadable):  # removed meanwhile, or of another version of taas
         return None
@@ -243,7 +252,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 @lru_cache(maxsize=1024)
 def _decoded(path: Path, *_: int) -> RunRecord:
-    """Decode a record, once for each file that there was: it is replaced as a whole."""
+    """Decode a record, once for each file that replaced it."""
     record: RunRecord = _read(path.read_bytes())
     return record
 
@@ -257,7 +266,7 @@ def read_records() -> list[RunRecord]:
 
 
 def told_apart(record: RunRecord, records: Iterable[RunRecord]) -> str:
-    """Return what to type for a run: its name, with its id where others of these have that name, too."""
+    """Return what to type for a run: its name, with its id if others have the same name."""
     alike = sum(other.name == record.name for other in records)
     return f"{record.name}-{record.id}" if alike > 1 else record.name
 
@@ -265,10 +274,10 @@ def told_apart(record: RunRecord, records: Iterable[RunRecord]) -> str:
 def of_notebook(
     records: Iterable[RunRecord], kernel: int, notebook: str = "", project: str = ""
 ) -> list[RunRecord]:
-    """Return the runs of a notebook with this kernel and this path, those of its earlier kernels, too.
+    """Return the runs of a notebook: those of its kernel, its path, or its earlier kernels.
 
-    Where front ends do not say their notebooks' paths, and its kernel has none, those of its
-    project that may be its own, since their kernels are gone.
+    If front ends do not say their notebooks' paths, and its kernel has no runs, return those of its
+    project that may be its own, because their kernels are gone.
     """
     mine, perhaps = list[RunRecord](), list[RunRecord]()
     for record in records:
@@ -288,10 +297,13 @@ def find_run(
     *,
     live: bool,
 ) -> RunRecord:
-    """Find the run that a person means: this notebook's ``own`` before others', of these one that goes on, of these the newest.
+    """Find the run that a person means by a name.
 
-    ``name`` is as typed: the run's name, or its name and id; None: any. ``live``: only one that
-    goes on will do.
+    This notebook's runs (``own``) come before others', among these one that goes on, among these
+    the newest.
+
+    ``name`` is the run's name, or its name and id, as typed; None: any run. ``live``: only a run
+    that goes on fits.
 
     Raises:
         HeaderError: there is none, or it is over.
@@ -321,7 +333,10 @@ def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
 def make_room(
     runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None
 ) -> list[RunRecord]:
-    """Keep so many ended runs, with so many bytes, and all of the last day, and the newest; returns those that were removed."""
+    """Remove old runs until so many are left, with so many bytes; return the removed ones.
+
+    Runs of the last day stay, and the newest one.
+    """
     now = time.time() if now is None else now
     ended = [record for record in read_records() if not record.live and not record.may_go_on]
     excess_runs = len(ended) - runs
@@ -348,7 +363,10 @@ def _size_of(folder: Path) -> int:
 
 
 def keep(record: RunRecord, name: str, source: int | bytes) -> None:
-    """Write a memory file, or bytes, into a run's folder, where it is complete once it is there, or raise OSError."""
+    """Write a memory file, or bytes, into a run's folder, or raise OSError.
+
+    The file is complete once it is there.
+    """
     content: bytes | mmap.mmap = b"" if isinstance(source, int) else source
     if isinstance(source, int) and os.fstat(source).st_size:
         content = mmap.mmap(source, 0, prot=mmap.PROT_READ)
@@ -357,7 +375,10 @@ def keep(record: RunRecord, name: str, source: int | bytes) -> None:
 
 
 def open_kept(record: RunRecord, name: str) -> int:
-    """Return a descriptor of a file that a run left; DamagedAnswer: it was cut off, FileNotFoundError: it was removed."""
+    """Return a descriptor of a file that a run left.
+
+    Raises DamagedAnswer if it was cut off, FileNotFoundError if it was removed.
+    """
     path = record.folder / name
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     wanted, nbytes = record.files.get(name), os.fstat(fd).st_size

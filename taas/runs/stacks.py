@@ -1,11 +1,11 @@
-"""Where ranks stand: each says it when it is asked, and those that stand at the same place are folded, the odd one named.
+"""Where ranks stand: each writes its stacks when it is asked; equal ones are shown together.
 
-A rank says it also while C code holds the GIL, and when a fatal signal ends it: faulthandler's
+A rank also does so while C code holds the GIL, and when a fatal signal ends it: faulthandler's
 signal handler writes all threads' frames without running any Python
-(https://docs.python.org/3/library/faulthandler.html#faulthandler.register). The file begins with a line of JSON,
-the :class:`Preface`; each dump is appended. System calls go on after the signal but for those that
-the system never restarts (signal(7)): Python sees to that itself, C code's own ``sleep()`` returns
-early.
+(https://docs.python.org/3/library/faulthandler.html#faulthandler.register). The file begins with a
+line of JSON, the :class:`Preface`; each dump is appended. System calls continue after the signal,
+except for those that the system never restarts (signal(7)). Python restarts these itself; in C code
+a ``sleep()`` returns early.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _folder = Path()
 
 
 class Frame(NamedTuple):
-    """One frame of a rank's main thread; ``cell`` is the ``In[n]`` that the file is."""
+    """One frame of a rank's main thread.
+
+    ``cell`` is the number n if the file is the cell ``In[n]``.
+    """
 
     file: str
     line: int
@@ -44,14 +47,14 @@ class Frame(NamedTuple):
 
 
 class RankSeen(NamedTuple):
-    """A rank, looked at from outside.
+    """A rank as it looks from outside.
 
     Attributes:
         status: as psutil names it (``sleeping``, ``running``, ``stopped``, …), or ``gone``.
         cpu: processor seconds it has used.
         written: bytes of output it has written.
         frames: innermost first; None if it was not asked or did not answer.
-        collective: the one it waits in, in words, as torch's flight recorder has it.
+        collective: the collective in which it waits, in the words of torch's flight recorder.
     """
 
     rank: int
@@ -64,7 +67,10 @@ class RankSeen(NamedTuple):
 
 
 class StackGroup(msgspec.Struct, frozen=True):
-    """Ranks that stand at one place; ``odd``: it is these that differ from the rest. The stack has the innermost line last."""
+    """Ranks that stand at the same place, with their stack, the innermost line last.
+
+    ``odd``: they differ from the other ranks.
+    """
 
     ranks: tuple[int, ...]
     where: str
@@ -77,7 +83,7 @@ class StackGroup(msgspec.Struct, frozen=True):
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Something is wrong with a run that goes on: what, in one line, and where its ranks stand."""
+    """What is wrong with a run that goes on, in one line, and where its ranks stand."""
 
     headline: str
     places: tuple[StackGroup, ...] = ()
@@ -98,10 +104,12 @@ def is_collective(frames: Sequence[Frame]) -> str | None:
 def fold(
     seen: Iterable[RankSeen], *, cell: str, execution_count: int, ended: Iterable[int] = ()
 ) -> tuple[StackGroup, ...]:
-    """Put together the ranks that stand at the same place, and those that have ended the cell, in the order of their numbers.
+    """Group the ranks that stand at the same place, and those that have ended the cell.
 
-    Where there are several places, all but the one with the most ranks are odd; if two have as
-    many, the one whose ranks wait in a collective counts as the rest.
+    The groups are in the order of their ranks.
+
+    If there are several groups, all except the largest are odd; if two are equally large, the one
+    whose ranks wait in a collective is not odd.
     """
     seen = list(seen)
     differ = len({rank.collective for rank in seen if rank.collective}) > 1
@@ -177,14 +185,21 @@ class _Source:
 
 
 class Preface(msgspec.Struct, frozen=True):
-    """How to read the dumps: the main thread's identifier, and ``In[n]`` of earlier cells by the file name that frames have."""
+    """How to read the dumps.
+
+    It has the main thread's identifier, and n of ``In[n]`` for the file names of earlier cells'
+    frames.
+    """
 
     main_thread: int
     cells: dict[str, int]
 
 
 def answer_requests(folder: Path, cells: dict[str, int]) -> None:
-    """From now on write this process's stacks into the folder at each signal, and at a fatal one; no more into another."""
+    """Write this process's stacks into the folder at each signal, and at a fatal one.
+
+    They are no longer written into an earlier folder.
+    """
     global _fd, _folder
     _folder = folder
     before, _fd = (
@@ -194,7 +209,7 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
     preface = Preface(threading.main_thread().ident or 0, cells)
-    # a full disk: nobody sees where this rank stands, and its cell runs
+    # on a full disk the cell runs, and where this rank stands is not known
     with contextlib.suppress(OSError):
         os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on it may be asked
     if before >= 0:
@@ -202,6 +217,6 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
 
 
 def note_collective(what: str) -> None:
-    """Write down which collective this process waits in, for whoever has asked."""
+    """Write down in which collective this process waits, for the agent that asked."""
     with contextlib.suppress(OSError):  # a full disk
         (_folder / COLLECTIVE).write_text(what)

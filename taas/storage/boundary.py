@@ -1,12 +1,13 @@
-"""Where the project begins and ends, and what a rank is told that meets its wall.
+"""Where the project begins and ends, and what a rank that meets its wall is told.
 
-The rule holds for the project's directory tree as the kernel sees it: links are resolved. Beneath
-the project stay writable: the run's ``--shared`` directories, what the rank itself needs (its
-scratch, its output files), and places that are nobody's project files even when the project is a
-home directory or ``/``: caches, temporary and device directories.
+The rule holds for the project's directory tree with all links resolved. Beneath the project these
+stay writable: the run's ``--shared`` directories, what the rank itself needs (its scratch, its
+output files), and directories that never have project files, even when the project is a home
+directory or ``/``: caches, temporary and device directories.
 """
 
-# Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
+# Plain strings: a Path removes "..", which the kernel follows, and is slow in code that every call
+# of a rank runs.
 # ruff: noqa: PTH110, PTH111, PTH118
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from taas.wording import first_line, refusal, shown, shown_path, text_of
 
 _SYSTEM = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/run")  # noqa: S108 named, never written
 _CACHES = (
-    "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR", "IPYTHONDIR", "TMPDIR",
+    "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR",
+    "IPYTHONDIR", "TMPDIR",
 )  # fmt: skip
 NEVER = sys.maxsize
 HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
@@ -37,13 +39,19 @@ HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
 
 @dataclass(frozen=True)
 class Boundary:
-    """The project of one run, resolved, and the paths beneath it that stay writable, none of them beneath another."""
+    """The project of one run, and the paths beneath it that stay writable.
+
+    All paths are resolved, and no writable path lies beneath another one.
+    """
 
     project: str
     open: tuple[str, ...]
 
     def relative(self, real: str) -> str | None:
-        """Place of a resolved path in the project ("." is the project), None where the rule does not hold."""
+        """Return a resolved path relative to the project, or None if the rule does not hold there.
+
+        "." is the project itself.
+        """
         inside = resolve_beneath(real, self.project)
         free = inside is None or any(
             resolve_beneath(real, place) is not None for place in self.open
@@ -52,7 +60,10 @@ class Boundary:
 
 
 def clock_of(folder: str) -> int:
-    """Return the time (ns) by the clock of a folder's file system; where nothing may be made: one that will never come."""
+    """Return the time (ns) by the clock of a folder's file system.
+
+    If no file can be made there, return a time that never comes.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".taas-clock-") as touched:
             return os.fstat(touched.fileno()).st_ctime_ns
@@ -61,7 +72,10 @@ def clock_of(folder: str) -> int:
 
 
 def changed_since(path: str, since_ns: int) -> bool:
-    """Whether what stands at a path, or a link there, was changed after a time of :func:`clock_of`; False: perhaps not."""
+    """Return whether a file, folder or link was changed after a time of :func:`clock_of`.
+
+    False means that it perhaps was not.
+    """
     try:
         return posix.lstat(path).st_ctime_ns > since_ns
     except (FileNotFoundError, NotADirectoryError):
@@ -69,12 +83,15 @@ def changed_since(path: str, since_ns: int) -> bool:
 
 
 def join(root: str, inside: str) -> str:
-    """The absolute path of a place in the project."""
+    """Return the absolute path of a path in the project."""
     return root if inside == "." else os.path.join(root, inside)
 
 
 def resolve_beneath(path: str, root: str) -> str | None:
-    """``path`` relative to ``root`` ("." for itself), None when it lies elsewhere; both resolved."""
+    """Return ``path`` relative to ``root``, "." for ``root`` itself, None if it lies elsewhere.
+
+    Both are resolved paths.
+    """
     if path == root:
         return "."
     prefix = root if root.endswith("/") else root + "/"
@@ -82,7 +99,9 @@ def resolve_beneath(path: str, root: str) -> str | None:
 
 
 def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Boundary:
-    """Resolve a project's boundary; ``shared`` directories, relative to it or absolute, that are not there yet are made.
+    """Resolve a project's boundary, and make ``shared`` directories that do not exist.
+
+    They are absolute, or relative to the project.
 
     Raises:
         OSError: the project is not there, or a shared directory cannot be made.
@@ -106,14 +125,14 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
 
 
 def _nobodys(root: str) -> list[str]:
-    """Caches, temporary and device directories: never project files, even beneath the project."""
+    """Return the caches, temporary and device directories, which never have project files."""
     home = os.path.realpath(os.path.expanduser("~"))
     caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
     caches += [f"{home}/{name}" for name in HOME_CACHES]
     for cache in caches:
-        # Made now: later the wall keeps C code from it. Python's writers would be diverted, and
-        # what they wrote, such as a module that Triton compiles, would not be where C code looks
-        # for it.
+        # It is made now, because the wall keeps C code from making it later. Python's own writes
+        # would be diverted, and C code would not find what they wrote, such as a module that
+        # Triton compiles.
         if resolve_beneath(os.path.realpath(cache), root) is not None:
             with contextlib.suppress(OSError):
                 Path(cache).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,7 +143,7 @@ def _nobodys(root: str) -> list[str]:
 
 
 def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
-    """Return those that are yet to be made.
+    """Return the shared directories that are still to be made.
 
     Raises:
         HeaderError: one is a file, is missing outside the project, or would open all of the project
@@ -161,7 +180,10 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
 
 
 def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
-    """Make those that are not there; returns a line for the user for each. A HeaderError: one cannot be made."""
+    """Make the shared directories that do not exist; return a line for the user for each.
+
+    Raises a HeaderError if one cannot be made.
+    """
     said = []
     for place in missing_shared(project, shared):
         name = shown(str(place.relative_to(project.resolve())))
@@ -178,8 +200,8 @@ def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
 # ---------------------------------------------------------------- what a rank is told
 
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
-# What the wall makes libraries in C and programs say: glibc, HDF5, Rust, SQLite. Landlock's errno
-# has many causes, so its words must end the line.
+# What libraries in C and programs say when they meet the wall: glibc, HDF5, Rust, SQLite.
+# Landlock's errno has many causes, so its words must end the line.
 _READ_ONLY = (
     r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database"
     r" file"
@@ -189,14 +211,14 @@ LANDLOCK_SAID = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
 )
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
-"""Python 3.13 and later colours tracebacks, where a kernel's environment asks for it."""
+"""Python 3.13 and later colours tracebacks if the kernel's environment asks for it."""
 _ABSOLUTE = re.compile(r"""/[^\s:'"\u2018\u2019]+""")
 _NAMED = re.compile(r"""name = '([^']+)'|["']([^"']*/[^"']*)["']""")
 
 
 @dataclass(frozen=True)
 class Denial:
-    """Words for one rank: which rank, which project, which rule."""
+    """The words for one rank that meets the wall."""
 
     rank: int
     mode: str
@@ -204,11 +226,11 @@ class Denial:
     said: re.Pattern[str] = WALL_SAID
 
     def error(self, path: str, why: str = "") -> StorageDenied:
-        """A ``StorageDenied`` that names path, rank, rule and what to do."""
+        """Return a ``StorageDenied`` that names path, rank, rule and the next step."""
         return StorageDenied(errno.EROFS, self.text(path, why))
 
     def text(self, path: str, why: str = "") -> str:
-        """The same as words."""
+        """Return the words of that error."""
         outside = "write outside the project, or give the directory as --shared"
         step = outside if self.mode == "discard" else "or take --rank-writes discard or --shared"
         return (
@@ -228,7 +250,7 @@ class Denial:
         )
 
     def explain(self, error: BaseException) -> str | None:
-        """A sentence for an error that came from the wall through C code or a child; None for any other."""
+        """Explain an error that the wall caused in C code or a child; None for others."""
         seen: set[int] = set()
         link: BaseException | None = error
         while link is not None and id(link) not in seen:
@@ -249,15 +271,15 @@ class Denial:
                         c if isinstance(c, str) else c.decode(errors="replace") for c in captured
                     )
                 )
-            # An OSError of a kind that has other causes has named its path above, if it is the
-            # project's.
+            # An OSError of a kind that has other causes has named its path above, if that path is
+            # the project's.
             if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
                 return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
         return None
 
     def explain_output(self, output: str) -> str | None:
-        """A sentence for what the wall made a program say; None where it said no such thing."""
+        """Explain what a program printed because of the wall; None for other output."""
         output = _COLORS.sub("", output)
         for line in output.splitlines() if self.said.search(output) else ():
             if self.said.search(line) and self._may_be_of_project(line):
@@ -269,14 +291,17 @@ class Denial:
         return None
 
     def _may_be_of_project(self, line: str) -> bool:
-        """Whether a line names a path of the project, or none that is another's."""
+        """Return whether a line names a path of the project, or no path at all."""
         named = _ABSOLUTE.findall(line.partition(":")[2])  # before the colon is the program
         return not named or any(
             self.boundary.relative(os.path.realpath(path)) is not None for path in named
         )
 
     def _project_path(self, error: BaseException) -> str | None:
-        """The project path that the wall refused, where the error names it: its own attribute, or its text."""
+        """Return the project path that the wall refused, if the error names it.
+
+        An attribute of the error names it, or its text.
+        """
         text, code, found = text_of(error), errno.EROFS, list[str]()
         if isinstance(error, OSError):
             if error.errno not in _WALL_ERRNOS:

@@ -1,16 +1,16 @@
-"""What the calls of Python's ``os`` mean in a rank whose writes are diverted, and how that gets in their place.
+"""What the calls of Python's ``os`` do in a rank whose writes are diverted.
 
-Writes to the project go to the rank's scratch (``table``), with the checks and errors the file
-system would have given, and reading calls see them there; under ``--rank-writes deny`` a write is
-``StorageDenied``. Metadata of a live file are changed in words only: copying a data set to note its
-new mode would help nobody.
+Writes to the project go to the rank's scratch (``table``), with the checks and errors of the file
+system, and reading calls see them there; with ``--rank-writes deny`` a write raises
+``StorageDenied``. Changes to metadata of a live file are accepted and dropped: nobody wants a copy
+of a data set because of its new mode.
 
-``os`` and ``open`` are replaced where they are defined, and in every module that took them by name
-before; ``posix`` and ``_io`` keep the real ones. What is not here (links, devices, paths relative
-to a descriptor) is no hole: it meets the wall.
+The functions of ``os`` and ``open`` are replaced where they are defined, and in every module that
+has imported them by name; ``posix`` and ``_io`` keep the real ones. Calls that are not diverted
+(links, devices, paths relative to a descriptor) are no hole, because they meet the wall.
 """
 
-# Methods have no docstrings: each means what the function of os means whose name it bears.
+# Methods have no docstrings: each does what the function of os of that name does.
 # ruff: noqa: PTH112, PTH113, PTH114, PTH116, PTH118, D102
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def _fail(code: int, path: Any) -> OSError:
 def _in_place_of(
     native: _Call, *, follow: bool = True, reads: bool = False
 ) -> Callable[[_Call], _Call]:
-    """Make of a method that is given a place the call it stands for; what is outside the project goes to the real call.
+    """Decorate a method, which is given a place, so that it replaces a function of ``os``.
 
-    ``follow``: whether it follows a link in the last component, if nobody says; ``reads``: the live
-    project is the view until something was diverted.
+    Calls about paths outside the project go to the original function.
+
+    ``follow``: whether it follows a link in the last component by default; ``reads``: it only
+    reads, and the original function serves it until something was diverted.
     """
 
     def decorate(method: _Call) -> _Call:
@@ -68,7 +70,7 @@ def _in_place_of(
 
 
 def _reading(native: _Call, *, follow: bool = True) -> _Call:
-    """A call that looks at what a path names."""
+    """Return a call that looks at what a path names."""
 
     def read(self: Diversion, place: str, path: Any, *rest: Any, **options: Any) -> Any:
         return native(self._there(place, path).path, *rest, **options)
@@ -77,7 +79,7 @@ def _reading(native: _Call, *, follow: bool = True) -> _Call:
 
 
 def _noting(native: _Call) -> _Call:
-    """A call that changes metadata: done to the rank's own file, forgotten for any other."""
+    """Return a call that changes metadata of the rank's own files, and ignores that of others."""
 
     def note(self: Diversion, place: str, path: Any, *rest: Any, **options: Any) -> None:
         seen = self._there(place, path)
@@ -89,14 +91,20 @@ def _noting(native: _Call) -> _Call:
 
 
 class Diversion:
-    """All calls of one rank: the table is what it sees, the denial what it is told, and whether it may write at all."""
+    """All diverted calls of one rank.
+
+    The table is what the rank sees; the denial is what it is told, and whether it may write at all.
+    """
 
     def __init__(self, table: Table, denial: Denial) -> None:
         self.table = table
         self.denial = denial
 
     def place(self, path: Any, descriptor: int | None = None, *, follow: bool = True) -> str | None:
-        """The place a call's path leads to; None when the call is none of ours: outside the project, or by descriptor."""
+        """Return the place that a call's path leads to.
+
+        None if the rule does not hold there, or the path is relative to a descriptor.
+        """
         if isinstance(path, int) or descriptor is not None:
             return None
         return self.table.locate(os.fsdecode("." if path is None else path), follow=follow)
@@ -108,12 +116,15 @@ class Diversion:
         return seen
 
     def _allow(self, place: str) -> None:
-        """Every write to the project passes here."""
+        """Raise StorageDenied if this rank may not write; every write to the project calls this."""
         if self.denial.mode == "deny":
             raise self.denial.error(self.table.live(place))
 
     def _miss(self, place: str, path: Any) -> None:
-        """What a call is about is missing: an error, unless rank 0 has taken it away, as this rank was about to."""
+        """Raise ENOENT for a missing path, unless rank 0 has removed it.
+
+        Then this rank was about to do the same.
+        """
         if not self.table.is_rank_0s(place, None):
             raise _fail(errno.ENOENT, path)
 
@@ -145,7 +156,7 @@ class Diversion:
         seen = self.table.see(place)
         if seen is None:
             return False
-        # the wall would answer no to W_OK, but a write would be diverted
+        # the wall would refuse W_OK, but a write would be diverted
         if self.denial.mode == "discard":
             mode &= ~os.W_OK
         return posix.access(seen.path, mode, **options)
@@ -179,7 +190,7 @@ class Diversion:
             there = self._there(place, path).path
             try:
                 return posix.open(there, flags)
-            except FileNotFoundError:  # rank 0 has moved it, or removed it, in this moment
+            except FileNotFoundError:  # rank 0 has moved or removed it at this moment
                 continue
 
     def _for_writing(self, place: str, flags: int, path: Any) -> str:
@@ -192,7 +203,7 @@ class Diversion:
                 raise _fail(errno.EEXIST, path)
         elif seen is not None:
             if seen.is_directory:
-                # an O_TMPFILE, too: who asks for one has another way
+                # also for O_TMPFILE: programs that ask for one have another way
                 raise _fail(errno.EISDIR, path)
             if not stat.S_ISREG(seen.status.st_mode):
                 return seen.path  # a pipe, socket or device: writing to it changes no file
@@ -201,14 +212,14 @@ class Diversion:
         return self.table.claim(place) if afresh else self.table.copy_up(place)
 
     def target(self, path: Any) -> str:
-        """Where C code that makes or replaces a file by name should write instead."""
+        """Return where C code that makes or replaces a file by name should write instead."""
         place = self.place(path)
         if place is None:
             return os.fsdecode(path)
         return self._for_writing(place, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, path)
 
     def source(self, path: Any) -> str:
-        """Where C code that reads a file by name should read."""
+        """Return where C code that reads a file by name should read."""
         place = self.place(path) if self.table.touched else None
         return os.fsdecode(path) if place is None else self._there(place, path).path
 
@@ -235,7 +246,10 @@ class Diversion:
     def rmtree(
         self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any
     ) -> None:
-        """``shutil``'s: a folder goes in one step, so that it does not matter whether rank 0 removes it at the same time."""
+        """Remove a folder in one step, in the place of ``shutil.rmtree``.
+
+        So it does not matter whether rank 0 removes it at the same time.
+        """
         with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
             self._remove(place, path, directory=True)
 
@@ -278,7 +292,7 @@ class Diversion:
 
 
 class Entry(os.PathLike[Any]):
-    """An ``os.DirEntry`` of a rank's view; the real one cannot be made from Python."""
+    """An ``os.DirEntry`` of a rank's view; Python code cannot make a real one."""
 
     def __init__(self, directory: Any, name: Any) -> None:
         self.name = name
@@ -304,7 +318,7 @@ class Entry(os.PathLike[Any]):
 
 
 class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
-    """What ``os.scandir`` returns: an iterator that is left as a context."""
+    """The iterator and context manager that ``os.scandir`` returns."""
 
     def __init__(self, directory: Any, names: list[Any]) -> None:
         self._entries = (Entry(directory, name) for name in names)
@@ -319,7 +333,7 @@ class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
         self._entries.close()
 
 
-# ---------------------------------------------------------------- in the place of Python's own
+# ---------------------------------------------------------------- replacing Python's functions
 
 _DIVERTED = [name for name in vars(Diversion) if name in os.__all__]
 # Modules that bound the real functions as defaults or class attributes when they were imported.
@@ -328,12 +342,16 @@ _REAL = {"posix", "_io", "os", "io", "builtins"}
 
 _surveyed: set[str] = set()
 _bound: list[tuple[Callable[[Any], None], str]] = []
-"""Where modules hold a real function: what puts another there, and its name. Known before the fork:
-a rank that looked through all modules again would touch, and so copy, the pages of each of them."""
+"""Where modules hold real functions: a setter that replaces one there, and its name. They are found
+before the fork, because a rank that searched all modules would touch, and so copy, their pages.
+"""
 
 
 def survey() -> None:
-    """Note which modules hold real functions by name: done once before forking, it costs a rank nothing."""
+    """Note which modules hold real functions by name.
+
+    Done once before forking, it costs a rank nothing.
+    """
     originals = {id(getattr(os, name)): name for name in _DIVERTED}
     originals |= {id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
     for name in imported_since(_surveyed):
@@ -348,7 +366,7 @@ def survey() -> None:
 
 
 def _survey_bound(value: Any, originals: dict[int, str]) -> None:
-    """Note real functions that a function has as defaults, or a class as static methods or in methods' defaults."""
+    """Note real functions in a function's defaults, or in a class and its methods' defaults."""
     if isinstance(value, type):
         for key, member in [*vars(value).items()]:
             if isinstance(member, staticmethod) and id(member.__func__) in originals:
@@ -374,7 +392,7 @@ def _set_default(function: FunctionType, index: int, new: _Call) -> None:
 
 
 def install(diversion: Diversion) -> None:
-    """Divert this process's calls, for good: they mean what the diversion says from now on."""
+    """Divert this process's calls from now on."""
     replacements: dict[str, _Call] = {name: getattr(diversion, name) for name in _DIVERTED}
     links = os.supports_follow_symlinks
     links |= {new for name, new in replacements.items() if getattr(os, name) in links}
@@ -384,7 +402,7 @@ def install(diversion: Diversion) -> None:
 
 
 def replace(new: Mapping[str, _Call]) -> None:
-    """Put others in the place of functions of ``os``, of ``builtins.open`` and ``shutil.rmtree``, wherever modules hold them."""
+    """Replace functions of ``os``, ``builtins.open`` and ``shutil.rmtree`` in all modules."""
     survey()
     for name, function in new.items():
         if name == "builtins.open":
@@ -397,13 +415,13 @@ def replace(new: Mapping[str, _Call]) -> None:
 
 
 def _opener(diversion: Diversion) -> _Call:
-    """``open``: Python's own, which gets its descriptor from the diversion and keeps the name it was given."""
+    """Return an ``open`` that gets its descriptor from the diversion and keeps the given name."""
 
     def divert(path: Any, flags: int) -> int:
         return diversion.open(path, flags, 0o666)
 
     @functools.wraps(_io.open)
-    def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 stands for the built-in, so it bears its name
+    def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 in place of the built-in
         if len(options) < 7:  # its last one is the opener
             named["opener"] = named.get("opener") or divert
         return _io.open(file, *options, **named)
@@ -412,7 +430,7 @@ def _opener(diversion: Diversion) -> _Call:
 
 
 def _divert_torch(torch: Any, diversion: Diversion) -> None:
-    """Let ``torch.save`` and ``torch.load(mmap=True)``, whose C++ opens files by name itself, follow."""
+    """Divert ``torch.save`` and ``torch.load(mmap=True)``, whose C++ code opens files by name."""
     real_writer = torch._C.PyTorchFileWriter
 
     class PyTorchFileWriter(real_writer):  # type: ignore[misc, valid-type]

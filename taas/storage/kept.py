@@ -1,21 +1,22 @@
-"""What ranks other than 0 wrote in the project's place: where it is, what is left of it, and how it gets into the project.
+"""The project files that ranks other than 0 wrote: where they lie, and what becomes of them.
 
 Each start of a run has a folder of its own for it, within the run's::
 
-    writes/since          when the start began, by the clock of the project's file system; until it is sorted
+    writes/since          when the start began, by the clock of the project's file system;
+                          it is removed when the start is sorted
     writes/rank<k>/tree/  the files of a rank (storage/table.py)
 
-At the end ``sort`` puts what belongs to rank 0's saves beside these (``saves``), and removes what
-rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since then
-(by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and
-in doubt a file stays; what rank 0 has here found no place in the project (project_sync/applier.py),
-and stays as well. ``recover`` copies it; it goes with the run's folder (runs/records.py).
+At the end ``sort`` puts files that belong to rank 0's saves into these (``saves``), and removes the
+files that rank 0 wrote, too, in this start or a later one: those that changed in the project since
+then (by ``ctime``, which no program can set back, so that rank 0 need not be observed). All other
+files stay, also those in doubt. Files of rank 0 here are those that found no place in the project
+(project_sync/applier.py); they stay as well. ``recover`` copies what stays; it is removed with the
+run's folder (runs/records.py).
 
-A checkpoint with a file of each rank is made whole before: ``torch.distributed.checkpoint`` has
-every rank write its part; when all have, rank 0 writes the list of them (``finish``). Ranks of this
-VM have written theirs to their scratch, from where rank 0, which writes the project, takes them:
-the checkpoint is whole, and loads in the same cell. What ranks of other VMs wrote is out of its
-reach.
+A checkpoint with a file of each rank is completed earlier. ``torch.distributed.checkpoint`` has
+every rank write its part; then rank 0 writes the list of them (``finish``). Ranks of this VM have
+written theirs to their scratch, and rank 0, which writes the project, moves them: the checkpoint is
+complete, and can be loaded in the same cell. Rank 0 cannot reach what ranks of other VMs wrote.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ from taas.storage.table import TREE
 from taas.wording import counted, ranks_in_words, shown, shown_path, size_in_words
 
 Versions = dict[str, dict[int, Path]]
-"""By path in the project and rank: where a file is that only ranks other than 0 wrote."""
+"""The files that only ranks other than 0 wrote, by path in the project and by rank."""
 _SHOWN = 3
 _SINCE = "since"
 
 
 def make_writes(folder: Path, project: str) -> int:
-    """Make the folder of a start that begins now; returns the time by the clock of the project's file system.
+    """Make the folder of a start that begins now.
 
-    What changes there from now on, rank 0 changes.
+    Returns the time by the clock of the project's file system.
+
+    Whatever changes there from now on was changed by rank 0.
 
     Raises:
         OSError: there is no room for it.
@@ -58,10 +61,12 @@ def make_writes(folder: Path, project: str) -> int:
 
 
 def kept_versions(folders: Iterable[Path], project: str) -> Versions:
-    """Find what only ranks other than 0 wrote, and what rank 0 wrote elsewhere while its user changed it here.
+    """Find the files that only ranks other than 0 wrote.
 
-    ``folders`` are of the starts of a run, the first one's first; of two versions of one rank the
-    later start's counts.
+    Also files of rank 0 elsewhere which the user changed here meanwhile.
+
+    ``folders`` belong to the starts of a run, in their order; of two versions of one rank the later
+    start's counts.
     """
     found: Versions = {}
     for folder in folders:
@@ -73,13 +78,15 @@ def kept_versions(folders: Iterable[Path], project: str) -> Versions:
 
 
 def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) -> list[str]:
-    """Remove what rank 0 wrote, too, from what the ranks wrote; returns what the cell says about the rest. Twice is harmless.
+    """Remove the ranks' files that rank 0 wrote, too; return what the cell says about the others.
+
+    Twice is harmless.
 
     Args:
-        folders: of the run's starts, from :func:`make_writes`, the first one's first.
+        folders: those of the run's starts, from :func:`make_writes`, in their order.
         project: the notebook's folder.
         run: the run's name.
-        over: it does not start again: what is left is kept, whatever becomes of the project.
+        over: the run does not start again, so what is left is kept, even if the project changes.
     """
     try:
         put = _put_into_saves(folders, project)
@@ -104,10 +111,12 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
 
 
 def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
-    """Put into the project what only other ranks wrote into saves of rank 0; returns the lowest rank that wrote it, by path.
+    """Put files that only other ranks wrote into the saves of rank 0 that they belong to.
 
-    Where ranks wrote different versions of a path, nobody knows which is the save's: these are
-    kept.
+    Returns the lowest rank that wrote each file, by path.
+
+    If ranks wrote different versions of a path, it is not known which one belongs to the save;
+    these are kept.
     """
     put: dict[str, int] = {}
     begun = {folder: _begun(folder) for folder in folders}
@@ -118,7 +127,7 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
         if rank == 0 or not is_of_save(project, path, since_ns):
             continue
         if all(_are_same(source, versions[other]) for other in others):
-            # no room, or a folder in its place: it is kept, and the cell says so
+            # If there is no room, or a folder stands there, it is kept, and the cell says so.
             with contextlib.suppress(OSError):
                 _put(source, Path(project, path))
                 put[path] = rank
@@ -126,11 +135,11 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
 
 
 def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
-    """Copy what was kept into the run's project; returns the paths written there.
+    """Copy what was kept into the run's project; return the paths written there.
 
-    Where several ranks kept different versions of one path, the lowest rank's gets the path and the
-    others stand beside it as ``<path>.rank<k>``. What the project has already is left out, so it
-    can be called again.
+    If several ranks kept different versions of a path, the lowest rank's gets the path, and the
+    others stand beside it as ``<path>.rank<k>``. Files that the project has already are left out,
+    so that it can be called again.
 
     Raises:
         HeaderError: the project is gone, a path exists in it and ``overwrite`` is False, and
@@ -167,11 +176,11 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
 
 
 def _put(source: Path, target: Path) -> None:
-    """Copy a file or a link into the project, complete or not at all; folders that lack are made."""
+    """Copy a file or a link into the project, completely or not at all; make missing folders."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".taas-part-{target.name[:200]}")
     try:
-        partial.unlink(missing_ok=True)  # of somebody who was killed
+        partial.unlink(missing_ok=True)  # one that a killed process left
         shutil.copy2(source, partial, follow_symlinks=False)
         partial.replace(target)
     finally:
@@ -188,7 +197,7 @@ def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
 
 
 def _are_same(one: Path, other: Path) -> bool:
-    """Whether two are links to the same place, or files of the same content."""
+    """Return whether two are links to the same target, or files with the same content."""
     if one.is_symlink() or other.is_symlink():
         return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
     return one.exists() and other.exists() and filecmp.cmp(one, other, shallow=False)
@@ -197,11 +206,11 @@ def _are_same(one: Path, other: Path) -> bool:
 def _begun(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int((folder / _SINCE).read_text())
-    return NEVER  # it was sorted: all that is there was kept
+    return NEVER  # it was sorted, so everything there was kept
 
 
 def _written(folder: Path) -> list[tuple[int, str, Path]]:
-    """What ranks wrote in a start: rank, path in the project, and where the file or link is."""
+    """Return what ranks wrote in a start: rank, path in the project, and the file or link."""
     return [
         (int(tree.parent.name.removeprefix("rank")), str(path.relative_to(tree)), path)
         for tree in folder.glob(f"rank*/{TREE}")
@@ -253,8 +262,8 @@ def _some(names: Sequence[str]) -> str:
 def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
     """Let this process, rank 0, complete checkpoints that ranks write together.
 
-    ``run_scratch`` returns where the ranks of this VM have their scratch folders in the run that
-    goes on.
+    ``run_scratch`` returns the folder in which the ranks of this VM have their scratch folders in
+    the current run.
     """
     root = os.path.realpath(project)
 
@@ -264,7 +273,7 @@ def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
 
         @functools.wraps(native)
         def finish(self: Any, metadata: Any, results: Any) -> None:
-            files = isinstance(self.fs, module.FileSystem)  # others write to places of another kind
+            files = isinstance(self.fs, module.FileSystem)  # other writers do not write to folders
             place = resolve_beneath(os.path.realpath(self.path), root) if files else None
             if place is not None:
                 names = {

@@ -1,12 +1,12 @@
-"""Errors of C code and of programs that do not find what this rank wrote: they see the project as rank 0 has left it.
+"""Explains errors of C code and programs that do not find what this rank wrote.
 
-What a rank other than 0 writes with Python's own functions goes to its scratch, and only these find
-it there. A library in C that writes into a folder which this rank has made finds no such folder
-(ENOENT) where it would else meet the wall (EROFS); one that reads a file of this rank finds no such
-file. Both get one explanation.
+A rank other than 0 writes to its scratch with Python's own functions, and only these find the files
+there. C code and programs see the project as rank 0 has left it. A library in C that writes into a
+folder which this rank has made finds no folder (ENOENT) instead of the wall (EROFS); one that reads
+a file of this rank finds no file. Both errors get the same explanation.
 """
 
-# Plain strings: as in the table.
+# Plain strings, as in the table.
 # ruff: noqa: PTH118
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ _NOT_THERE = re.compile(
     re.IGNORECASE,
 )
 _MOST = 5000
-"""So many of the rank's own files and folders are looked for in a text."""
+"""At most so many of the rank's own files and folders are searched for in a text."""
 
 
 def explain_missing(error: BaseException, table: Table, denial: Denial) -> str | None:
-    """Return a sentence for an error about a file or folder that this rank has, and C code does not find; else None."""
+    """Explain an error about a file or folder that this rank has and C code does not find.
+
+    Returns None for other errors.
+    """
     for link in _chain(error):
         if isinstance(link, StorageDenied):
             return None  # it speaks for itself
@@ -48,7 +51,7 @@ def explain_missing(error: BaseException, table: Table, denial: Denial) -> str |
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that it came from."""
+    """Yield an error with its causes and contexts."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -62,7 +65,7 @@ def _decoded(said: str | bytes | None) -> str:
 
 
 def _missed_by_python(error: BaseException, table: Table) -> bool:
-    """Whether Python's own functions, which see what this rank wrote, did not find a file: it is nowhere."""
+    """Return whether Python's functions missed the file, too; then it is nowhere."""
     named = error.filename if isinstance(error, OSError) else None
     if not isinstance(named, str | bytes):
         return False
@@ -71,7 +74,7 @@ def _missed_by_python(error: BaseException, table: Table) -> bool:
 
 
 def _own_places(table: Table) -> Iterator[str]:
-    """Yield the places of the project where this rank has files or folders that rank 0 has not."""
+    """Yield the paths at which this rank has a file or folder, and rank 0 has none."""
     tree = table.own(".")
     for folder, folders, files in os.walk(tree):
         for name in (*folders, *files):
@@ -81,7 +84,10 @@ def _own_places(table: Table) -> Iterator[str]:
 
 
 def _named_in(text: str, table: Table) -> str:
-    """Return the longest of these places that a text names, by itself or with what is beneath it; empty where none is."""
+    """Return the longest of these paths that a text names, or an empty text.
+
+    A path is also named by one beneath it.
+    """
     places = sorted(itertools.islice(_own_places(table), _MOST), key=len, reverse=True)
     return next((place for place in places if _names(text, place)), "")
 

@@ -1,17 +1,18 @@
-"""What belongs to a save of rank 0: what only other ranks wrote into a directory that rank 0 made, or wrote, during the run.
+"""Makes files that only other ranks wrote part of a save that rank 0 makes.
 
-Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, each other rank
-its ``rng_state_1.pth`` beside it. Those lie in the ranks' scratches (``diversion``). At the end of
-the run they are put beside rank 0's (``kept.sort``). Until then rank 0 finds them there: a call
-that looks for a path which the project lacks gets the other rank's file. Only files are found so: a
-directory that the project lacks has to be made before anything is written there. What rank 0 moves
-or removes goes with it.
+Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, and each other
+rank writes its ``rng_state_1.pth`` beside it. Those files lie in the ranks' scratches
+(``diversion``). At the end of the run they are put beside rank 0's (``kept.sort``). Until then rank
+0 finds them there: a call about a path that the project lacks gets the other rank's file. This
+holds for files only, because a directory that the project lacks has to be made before anything is
+written into it. When rank 0 moves or removes a directory, the other ranks' files in it move or go
+with it.
 
-The project's own folder is no save: the notebook lies there, and what else people change while a
-run goes on.
+A directory belongs to a save if rank 0 made it, or wrote into it, during the run. The project's own
+folder never does: it has the notebook, and people change other files in it during a run.
 """
 
-# Calls of posix, not of os: rank 0's own are replaced by these.
+# These are calls of posix, since the functions here replace those of os in rank 0.
 
 from __future__ import annotations
 
@@ -32,13 +33,14 @@ from taas.storage.table import TREE, without_links
 
 _Call = Callable[..., Any]
 _NATIVE: dict[str, _Call] = {"rmtree": shutil.rmtree}
-"""What is replaced here, too, wherever a module holds it by name."""
+"""The original function; the module's own name for it is replaced, too."""
 
 
 def is_of_save(project: str, path: str, since_ns: int) -> bool:
-    """Tell whether a path of the project would lie in a directory that rank 0 made, or wrote, since a time of the run.
+    """Return whether a path of the project belongs to a directory that rank 0 made or wrote.
 
-    It is the nearest one that is there: directories below it other ranks made.
+    That is the nearest existing directory above it; other ranks have made those below. Only changes
+    after ``since_ns`` count.
     """
     folder = path.rpartition("/")[0]
     while folder and not _is_directory(f"{project}/{folder}"):
@@ -47,7 +49,10 @@ def is_of_save(project: str, path: str, since_ns: int) -> bool:
 
 
 def topmost_made(project: str, folder: str, since_ns: int) -> str:
-    """Return the topmost directory on the way to a folder that the run made or wrote; the folder itself where none is known."""
+    """Return the topmost directory above a folder that the run made or wrote.
+
+    If none is known, return the folder itself.
+    """
     way = ""
     for part in folder.split("/"):
         way = f"{way}/{part}" if way else part
@@ -64,7 +69,7 @@ def _is_directory(path: str) -> bool:
 
 
 def _is_written(folder: str, since_ns: int) -> bool:
-    """Tell whether a directory, or what is right in it, was changed."""
+    """Return whether a directory, or an entry of it, was changed since then."""
     if changed_since(folder, since_ns):
         return True
     with contextlib.suppress(OSError):
@@ -73,18 +78,18 @@ def _is_written(folder: str, since_ns: int) -> bool:
 
 
 class OtherRanksFiles:
-    """What rank 0 finds of the files that other ranks of this VM have written into its saves."""
+    """Finds files for rank 0 that other ranks of this VM have written into its saves."""
 
     def __init__(self, project: str, run_scratch: Path, since_ns: int) -> None:
         self._project = os.path.realpath(project)
         self.begin_run(run_scratch, since_ns)
 
     def begin_run(self, run_scratch: Path, since_ns: int) -> None:
-        """Another run begins."""
+        """Set the scratch and the time of another run that begins."""
         self._scratch, self._since_ns = str(run_scratch), since_ns
 
     def find(self, path: Any) -> str | None:
-        """Return where the file is that a path of the project stands for; None where no other rank has it."""
+        """Return the file of another rank at a path of the project, or None."""
         inside = self._inside(path)
         if inside is None or not is_of_save(self._project, inside, self._since_ns):
             return None
@@ -96,13 +101,13 @@ class OtherRanksFiles:
         return None
 
     def remove_tree(self, path: Any) -> None:
-        """Remove what other ranks have below a directory that rank 0 has removed."""
+        """Remove other ranks' files below a directory that rank 0 has removed."""
         inside = self._inside(path)
         for tree in self._trees() if inside else ():
             _NATIVE["rmtree"](f"{tree}/{inside}", ignore_errors=True)
 
     def move_tree(self, source: Any, target: Any) -> None:
-        """Move what other ranks have below a directory that rank 0 has moved."""
+        """Move other ranks' files below a directory that rank 0 has moved."""
         here, there = self._inside(source), self._inside(target)
         for tree in self._trees() if here and there else ():
             old, new = f"{tree}/{here}", f"{tree}/{there}"
@@ -111,7 +116,7 @@ class OtherRanksFiles:
                 posix.rename(old, new)
 
     def _inside(self, path: Any) -> str | None:
-        """Return a path as one in the project; None for others, and for what is none."""
+        """Return a path relative to the project; None if it is elsewhere, or no path."""
         if isinstance(path, int) or path is None:
             return None
         text = os.fsdecode(path)
@@ -128,7 +133,7 @@ class OtherRanksFiles:
 
 
 def install(others: OtherRanksFiles) -> None:
-    """Let this process, rank 0, find them: for good."""
+    """Let this process, rank 0, find other ranks' files from now on."""
     looking = {
         name: _finding(getattr(os, name), others)
         for name in ("stat", "lstat", "open", "unlink", "remove")
@@ -147,7 +152,7 @@ def install(others: OtherRanksFiles) -> None:
 
 
 def _finding(native: _Call, others: OtherRanksFiles) -> _Call:
-    """A call about a path, which is another rank's file where the project lacks it."""
+    """Return a call that uses another rank's file if the project lacks the path."""
 
     @functools.wraps(native)
     def call(path: Any, *rest: Any, **options: Any) -> Any:
@@ -174,11 +179,11 @@ def _accessible(native: _Call, others: OtherRanksFiles) -> _Call:
 
 
 def _opener(others: OtherRanksFiles) -> _Call:
-    """``open``: Python's own; what it gives keeps the name that was asked for."""
+    """Return an ``open`` that finds other ranks' files; they keep the name that was asked for."""
     native: _Call = _io.open
 
     @functools.wraps(native)
-    def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 stands for the built-in, so it bears its name
+    def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 in place of the built-in
         try:
             return native(file, *options, **named)
         except FileNotFoundError:

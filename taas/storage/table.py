@@ -1,15 +1,16 @@
-"""What one rank sees of the project: ``{place: this rank's own file}`` first, then the live project.
+"""What one rank sees of the project: its own files first, then the live ones.
 
-Its own file or folder in the place of <project>/a/b is <scratch>/tree/a/b, where its forked workers
-have it, too; what it removed is known to itself alone. Nothing is cached about the project: what
-rank 0 saves is seen at once. Of two versions of a file the newer one is seen (the project's file
-system may be another machine's, with another clock: what that differs is known), unless somebody is
-writing rank 0's at this moment: then this rank's own complete one is.
+The rank's own version of <project>/a/b is <scratch>/tree/a/b, and its forked workers see it, too.
+Only the process itself knows what it has removed. Nothing is cached about the project, so that what
+rank 0 saves is seen at once. Of two versions of a file the newer one is seen, unless a process is
+writing rank 0's at this moment; then this rank's own complete one is seen. The project's file
+system may be on another machine with another clock; their difference is taken into account.
 
-Functions of ``os`` are the diverted ones by then: they are called for paths in the scratch only.
+Functions of ``os`` are diverted when this runs, so they are called only for paths in the scratch.
 """
 
-# Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
+# Plain strings: a Path removes "..", which the kernel follows, and is slow in code that every call
+# of a rank runs.
 # ruff: noqa: PTH103
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from taas.storage.boundary import NEVER, Boundary, changed_since, clock_of, join
 TREE = "tree"
 _MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
 _SKEW = 10**8
-"""Nanoseconds by which the clocks of two file systems of one machine do not differ: theirs tick,
-some more often.
+"""The clocks of two file systems of one machine differ by fewer nanoseconds than this: each ticks,
+some more often than others.
 """
 
 
@@ -43,12 +44,14 @@ class Seen(NamedTuple):
 
     @property
     def is_directory(self) -> bool:
-        """A directory itself, not a link to one."""
+        """Return whether it is a directory, and not a link to one."""
         return stat.S_ISDIR(self.status.st_mode)
 
 
 class Table:
-    """The view of one rank, made before its wall stands. A *place* is a path relative to the project; "." is the project.
+    """The view of one rank, made before its wall stands.
+
+    A *place* is a path relative to the project; "." is the project.
 
     ``since_ns`` is when the run began, by the clock of the project's file system.
     """
@@ -60,37 +63,38 @@ class Table:
         self.begin_run(scratch, since_ns)
 
     def begin_run(self, scratch: str, since_ns: int) -> None:
-        """Another run begins; what this rank writes from now on, it writes there."""
+        """Set the scratch for another run that begins; the rank's writes go there from now on."""
         self._since_ns = since_ns
         self._scratch = os.path.realpath(scratch)
         self._tree = f"{self._scratch}/{TREE}"
         self._gone: dict[str, int] = {}
-        """When it removed what was at a place, and all beneath it, by the clock of its scratch
-        (ns).
-        """
+        """When the rank removed a place with all beneath it, by the clock of its scratch (ns)."""
 
     # what is seen ---------------------------------------------------------------------------------
 
     @property
     def touched(self) -> bool:
-        """Whether this rank, or a worker of it, has diverted anything yet; until then the live project is the view."""
+        """Return whether this rank, or a worker of it, has diverted anything yet.
+
+        Until then its view is the live project.
+        """
         return bool(self._gone) or _lstat(self._tree) is not None
 
     def own(self, place: str) -> str:
-        """Where this rank's version of a place is, or would be."""
+        """Return where this rank's version of a place is, or would be."""
         return join(self._tree, place)
 
     def live(self, place: str) -> str:
-        """Where the project's version of a place is, or would be."""
+        """Return where the project's version of a place is, or would be."""
         return join(self.boundary.project, place)
 
     def is_only_own(self, place: str) -> bool:
-        """Whether this rank has something at a place where rank 0 has nothing."""
+        """Return whether this rank has something at a place, and rank 0 has nothing there."""
         own, live = self._both(place)
         return own is not None and live is None
 
     def see(self, place: str) -> Seen | None:
-        """What stands at a place in this rank's view, links not followed."""
+        """Return what stands at a place in this rank's view, without following links."""
         own, live = self._both(place)
         if own is None or live is None:
             return own or live
@@ -109,7 +113,7 @@ class Table:
         )
 
     def _removed_at(self, place: str) -> int:
-        """When this rank last removed the place or a directory above it (ns); -1 for never."""
+        """Return when this rank last removed the place or a directory above it (ns); -1: never."""
         latest = -1
         while self._gone and place != ".":
             latest = max(latest, self._gone.get(place, -1))
@@ -117,20 +121,22 @@ class Table:
         return latest
 
     def is_rank_0s(self, place: str, seen: Seen | None) -> bool:
-        """Whether rank 0 may have put there what is seen, or taken away what is missing, since the run began.
+        """Return whether rank 0 may have put there what is seen, or removed what is missing.
 
-        Then this rank, which does the same a moment later, is not failed by it.
+        Only what it did since the run began counts.
+
+        Then this rank, which does the same a moment later, does not fail because of it.
         """
         if seen is not None:
             return not seen.own and seen.status.st_ctime_ns > self._since_ns
         if self._removed_at(place) >= 0:
-            return False  # this rank took it away
+            return False  # this rank has removed it
         while place != "." and _lstat(self.live(place)) is None:
-            place = _above(place)  # who takes something away changes the folder that is left
+            place = _above(place)  # a removal changes the folder that is left
         return changed_since(self.live(place), self._since_ns)
 
     def names(self, place: str) -> list[str]:
-        """Entries of a directory: this rank's own, and the live ones that it has not removed."""
+        """Return the entries of a directory: this rank's own, and live ones it has not removed."""
         found: dict[str, None] = {}
         for directory in (self.live(place), self.own(place)):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -140,26 +146,32 @@ class Table:
         ]
 
     def mixed(self, place: str) -> bool:
-        """Whether a directory's listing may differ from the live one."""
+        """Return whether a directory's listing may differ from the live one."""
         return bool(self._gone) or _lstat(self.own(place)) is not None
 
     def locate(self, path: str, *, follow: bool = True) -> str | None:
-        """The place a path, as given to a call, leads to; None when that is outside the rule."""
+        """Return the place that a call's path leads to, or None if the rule does not hold there."""
         if not path:
-            return None  # the system's error for it is ENOENT
+            return None  # the system's error for an empty path is ENOENT
         if not path.startswith("/"):
             path = f"{self.outward(posix.getcwd())}/{path}"
         return self.boundary.relative(without_links(path, follow=follow))
 
     def outward(self, path: str) -> str:
-        """A path in this rank's own tree as the project path it stands for; any other as it is."""
+        """Return the project path that a path in this rank's tree stands for.
+
+        Other paths stay as they are.
+        """
         inside = resolve_beneath(path, self._tree)
         return path if inside is None else self.live(inside)
 
     # changing the view ----------------------------------------------------------------------------
 
     def claim(self, place: str) -> str:
-        """Make the directories above a place in this rank's tree, if the view has them, and return its own path."""
+        """Make the directories above a place in this rank's tree, and return its path there.
+
+        The view must have these directories.
+        """
         parent = _above(place)
         seen = self.see(parent)
         if seen is None or not seen.is_directory:
@@ -170,7 +182,10 @@ class Table:
         return self.own(place)
 
     def copy_up(self, place: str) -> str:
-        """Give this rank its own version of what stands at a place, with all beneath it; ENOSPC, ELOOP for a link."""
+        """Give this rank its own version of a place, with all beneath it.
+
+        Raises ENOSPC, or ELOOP for a link.
+        """
         own = self.claim(place)
         while (seen := self.see(place)) is not None:
             if seen.is_directory:
@@ -182,14 +197,14 @@ class Table:
                 break
             if stat.S_ISLNK(seen.status.st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), seen.path)
-            # rank 0 has moved it, or removed it, in this moment
+            # rank 0 may move or remove it at this moment
             with contextlib.suppress(FileNotFoundError):
                 self._copy(seen.path, own)
                 break
         return own
 
     def _copy(self, source: str, target: str) -> None:
-        """Copy a regular file with its mode and its times."""
+        """Copy a regular file with its mode and times."""
         size, space = posix.lstat(source).st_size, posix.statvfs(self._scratch)
         if size > space.f_bavail * space.f_frsize:
             raise OSError(
@@ -200,7 +215,7 @@ class Table:
         posix.rename(partial, target)
 
     def drop(self, place: str) -> None:
-        """Remove what is at a place, and all beneath it, from this rank's view."""
+        """Remove a place, and all beneath it, from this rank's view."""
         own, live = self._both(place)
         if own is not None:
             (shutil.rmtree if own.is_directory else posix.unlink)(own.path)
@@ -209,7 +224,7 @@ class Table:
 
 
 def without_links(path: str, *, follow: bool) -> str:
-    """An absolute path as it is without links and dots; what is not there stays as it is named."""
+    """Return an absolute path without links and dots; components that do not exist stay."""
     current, links = "", 0
     todo = path.split("/")
     todo.reverse()
@@ -253,13 +268,16 @@ def _below(place: str, name: str) -> str:
 
 
 def _being_written(path: str) -> bool:
-    """Whether any process has the file open for writing: then the kernel grants no read lease (fcntl(2))."""
+    """Return whether a process has the file open for writing.
+
+    Then the kernel grants no read lease (fcntl(2)).
+    """
     try:
         descriptor = posix.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        # None: a file system or an owner without leases
+        # None: leases are not possible on this file system, or for this owner
         return is_being_written(descriptor) is True
     finally:
         posix.close(descriptor)

@@ -1,21 +1,21 @@
-"""The walls, the strongest first.
+"""The walls that keep a rank from writing the project, the strongest first.
 
-* A private mount namespace in which the project is mounted read-only. Holds for every call of every
-  program the rank starts (EROFS), with live reads, and is undone by nothing the rank can do: what
-  would undo it (mounting, entering another process's namespace through /proc, opening by file
-  handle, making a device) needs capabilities that are given up, and the block devices that are
-  there are closed. As an ordinary user a user namespace supplies the right to mount, and all its
-  capabilities are given up afterwards.
+* A private mount namespace in which the project is mounted read-only. It holds for every call of
+  every program that the rank starts (EROFS), and reads are live. The rank cannot undo it: mounting,
+  entering another process's namespace through /proc, opening by file handle and making a device
+  need capabilities that the rank has given up, and the existing block devices are closed. An
+  ordinary user gets the right to mount from a user namespace, and gives up all its capabilities
+  afterwards.
 * Landlock, where namespaces are refused.
-* None, where the kernel offers nothing: what is diverted of Python's own calls guards against
-  accidents, and the cell says so.
+* None, if the kernel offers nothing: diverting Python's own calls guards against accidents, and the
+  cell says so.
 
 Each function raises one wall around this single-threaded process, and all that it will start, and
-returns how, for people. ``verdicts`` tries them, each in a process of its own
+returns in words how it did. ``verdicts`` tries each wall in a process of its own
 (``python -m taas.storage.walls MECHANISM PROJECT``).
 """
 
-# Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
+# Plain strings: a Path removes "..", which the kernel follows.
 # ruff: noqa: PTH208
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from taas import _linux
 from taas.storage.boundary import Boundary, draw, resolve_beneath
 
 NO_WALL = "diversion"
-"""What stands in the place of a mechanism where there is none."""
+"""The name of the mechanism for ranks without a wall."""
 LIMITS = {
     "landlock": (
         (
@@ -60,8 +60,8 @@ LIMITS = {
 
 # ---------------------------------------------------------------- the mount namespace
 
-# What root keeps is what root has in an ordinary container, less these; each could write past the
-# mount.
+# Root keeps the capabilities that it has in an ordinary container, except for these: with each of
+# them a process could write past the mount.
 _WAYS_ROUND = (
     _linux.CAP_SYS_ADMIN,  # mount, umount, setns
     _linux.CAP_SYS_PTRACE,  # /proc/<pid>/root and memory of processes outside
@@ -75,13 +75,16 @@ _WAYS_ROUND = (
 
 
 def _raise_mount(boundary: Boundary) -> str:
-    """Where this is refused, the process may afterwards be in a namespace of its own, which restricts nothing."""
+    """Mount the project read-only in a namespace of this process.
+
+    If that is refused, the process may be in a new namespace afterwards, which restricts nothing.
+    """
     project = boundary.project
     with _linux.own_mounts(_WAYS_ROUND) as as_root, _linux.still_seen(boundary.open):
         _linux.mount(project, project, _linux.MS_BIND | _linux.MS_REC)
         if project == "/":
-            # Absolute paths begin at this process's root, below what was mounted on it; ".." of the
-            # root lies above.
+            # Absolute paths begin at this process's root, which lies below the new mount; ".." of
+            # the root leads to the mount.
             os.chdir("/..")
             os.chroot(".")
         try:
@@ -100,9 +103,11 @@ def _raise_mount(boundary: Boundary) -> str:
 
 
 def _writable_disks() -> list[str]:
-    """Return the block devices in /dev that this user may write: root, or a member of the group ``disk``.
+    """Return the block devices in /dev that this user may write.
 
-    A write to the device of the project's disk passes a mount, and a file system, unseen.
+    Those are root's, or those of a member of the group ``disk``.
+
+    A write to the device of the project's disk bypasses mounts and file systems.
     """
     found, folders = [], ["/dev"]
     while folders:
@@ -139,7 +144,10 @@ def _call(name: str, *arguments: object) -> int:
 
 
 def _raise_landlock(boundary: Boundary) -> str:
-    """Restrict this process, and all it will start, to writing outside the project; returns Landlock's version."""
+    """Restrict this process, and all it will start, to writing outside the project.
+
+    Returns Landlock's version.
+    """
     version = _call("create_ruleset", None, 0, _VERSION)
     rights = _WRITE_FILE | _REMOVE_AND_MAKE
     rights |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
@@ -158,7 +166,7 @@ def _raise_landlock(boundary: Boundary) -> str:
 
 
 def _free_entries(project: str) -> list[str]:
-    """Entries of the project's parents that do not lead into it."""
+    """Return the entries of the project's parents that do not lead into it."""
     free, way = [], project
     for parent in map(str, PurePath(project).parents):
         with contextlib.suppress(PermissionError):  # what cannot be listed stays denied
@@ -171,7 +179,7 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return  # gone since it was listed, or out of this user's reach
+        return  # it is gone since it was listed, or this user may not open it
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _WRITE_FILE | _TRUNCATE
@@ -186,7 +194,7 @@ WALLS: dict[str, Callable[[Boundary], str]] = {
     "landlock": _raise_landlock,
     NO_WALL: lambda _: "Python's own functions only",
 }
-"""By mechanism. Each raises an OSError whose text says by what it is refused here."""
+"""The walls by mechanism. If one is refused, it raises an OSError whose text says by what."""
 
 # ---------------------------------------------------------------- which wall this machine gives
 
@@ -194,7 +202,7 @@ _SECONDS = 30
 
 
 def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
-    """One line for the wall that ranks get here, its limits, and one line for each stronger one refused."""
+    """Return lines about the wall that ranks get here: its limits, and refused stronger walls."""
     refused: list[str] = []
     for mechanism in mechanisms:
         with tempfile.TemporaryDirectory() as project:
@@ -213,7 +221,10 @@ def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
 
 
 def _main(mechanism: str, project: str) -> int:
-    """Raise a wall and try to write past it, in Python and from a shell; what is printed last is the verdict."""
+    """Raise a wall, and try to write past it in Python and from a shell.
+
+    The last line that is printed is the verdict.
+    """
     try:
         how = WALLS[mechanism](draw(project, (), ()))
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What crosses a process boundary: structs, their framing, and the keys that guard them.
+"""What crosses a process boundary: messages, their framing, and the keys that protect them.
 
-Everything on a taas wire is a :mod:`msgspec` struct in MessagePack, decoded into the one union that
-the receiver expects; nothing here is ever a pickle. Values travel beside the messages as
-:class:`framing.Memory`. Between kernel, supervisor and agents the wire is zmq with CURVE.
+Every message is a :mod:`msgspec` struct in MessagePack, and is decoded into the one union that its
+receiver expects; none is ever a pickle. Values travel beside the messages as
+:class:`framing.Memory`. Kernel, supervisor and agents talk over zmq with CURVE.
 """

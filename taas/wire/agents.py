@@ -1,4 +1,7 @@
-"""What supervisor and agent say to each other: of a VM, and, in an :class:`OfJob`, of one of its jobs."""
+"""The messages between supervisor and agent.
+
+They are about a VM or, in an :class:`OfJob`, about one of its jobs.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ class AgentUp(Message, frozen=True):
 
     Attributes:
         host: the address under which other VMs reach its own.
-        node: where that is, for messages; empty for this machine.
-        gpus: those that an engine gave it, as CUDA_VISIBLE_DEVICES names them; this machine's the
-            supervisor shares out.
+        node: the node's name for messages; empty for this machine.
+        gpus: the GPUs that an engine gave it, as CUDA_VISIBLE_DEVICES names them. The supervisor
+            itself distributes those of this machine.
     """
 
     host: str
@@ -39,36 +42,36 @@ class AgentUp(Message, frozen=True):
 
 
 class KeptGone(Message, frozen=True):
-    """The ranks that this VM has kept are gone, ``how`` in words, while no run had them."""
+    """The ranks that this VM has kept have ended, ``how`` in words, while no run had them."""
 
     how: str
 
 
 class OfJob(Message, Generic[Said], frozen=True):
-    """Something that is said of a job (:class:`StartJob`)."""
+    """A message about one job (:class:`StartJob`)."""
 
     run: str
     job: int
     said: Said
 
 
-# ---------------------------------------------------------------- of a job, by its agent
+# ---------------------------------------------------------------- about a job, by its agent
 
 
 WITH_FORKSERVER = "killed with its forkserver"
-"""How a job ended whose forkserver was killed before, or while, its processes were forked; of a
-data process, later too.
+"""How a job ended if its forkserver was killed while its processes were forked, or before; a data
+process also ends so later.
 """
 
 
 class JobOver(Message, frozen=True):
-    """No process of a job is left, or was ever started, and all that they wrote was mirrored.
+    """A job has no process left, or never had one, and all its output was mirrored.
 
     Attributes:
-        how: of data processes, how they ended, in words; of ranks, why they could not be started,
-            or could not go on: empty where each was reported.
+        how: for data processes, how they ended, in words. For ranks, why they could not be started
+            or could not continue; empty if each rank was reported.
         notices: lines for the user.
-        kept: the ranks that stay: all of this VM, or none.
+        kept: the ranks that stay: all ranks of this VM, or none.
     """
 
     how: str = ""
@@ -77,26 +80,26 @@ class JobOver(Message, frozen=True):
 
 
 class RanksSeen(Message, frozen=True):
-    """An agent's look at its ranks, with the number of the question."""
+    """What an agent saw when it looked at its ranks, with the number of the request."""
 
     look: int
     ranks: tuple[RankSeen, ...]
 
 
 class RanksUse(Message, frozen=True):
-    """What the ranks of a VM use of it now; said when it has changed."""
+    """What the ranks of a VM use of it now; sent when that has changed."""
 
     ranks: tuple[RankUse, ...]
 
 
 class JobRequest(Message, frozen=True):
-    """What one of the two asks of the other for a job.
+    """What supervisor or agent asks of the other one for a job.
 
     Attributes:
-        what: ``project``, by an agent: this VM does not see the notebook's disk: send the project,
-            packed (:mod:`taas.project_sync.archive`). ``file``, by an agent: send one that did not
-            travel with it; ``has``: it is there now. ``forget``, by the supervisor: it has what it
-            needs of a job that is over: forget it.
+        what: ``project``, by an agent whose VM does not see the notebook's disk: send the project,
+            packed (:mod:`taas.project_sync.archive`). ``file``, by an agent: send a file that did
+            not travel with the project; ``has``: the file is there now. ``forget``, by the
+            supervisor: it has all it needs of a job that is over, so forget the job.
         path: of the file, in the project.
     """
 
@@ -105,18 +108,18 @@ class JobRequest(Message, frozen=True):
 
 
 OfRanks = StoreAddress | RankStage | Asking | RankEnded | RanksSeen | RanksUse
-"""A store's address: the agent of rank 0 opened it. What ranks said, or their agent says of them,
-is passed on.
+"""The supervisor passes these on. A store's address comes from the agent of rank 0, which has
+opened the store; the others are what ranks said, or what their agent says of them.
 """
 JobSays = OfRanks | JobOver | JobRequest | Chunk | Taken
 AgentSays = AgentUp | KeptGone | OfJob[JobSays]
 
 
-# ---------------------------------------------------------------- of a job, by the supervisor
+# ---------------------------------------------------------------- about a job, by the supervisor
 
 
 class StartJob(Message, frozen=True):
-    """Start a job: a group of processes that is staged in, forked, watched, ended and reaped together.
+    """Start a job: a group of processes that an agent stages, forks, watches and ends together.
 
     All paths are those of the notebook's machine (:mod:`taas.agent.staging`).
 
@@ -125,12 +128,12 @@ class StartJob(Message, frozen=True):
             have higher numbers.
         name: what the user calls the VM, such as ``VM g2.8-0``.
         payload: packed names, or loaders; its chunks follow where the VM is another host.
-        output: of ranks, the folder with their output files; of a data process, the file that takes
-            what it prints.
-        scratch: folder for what ranks other than 0 write in the project's place.
+        output: for ranks, the folder with their output files; for a data process, the file for what
+            it prints.
+        scratch: folder for the project files that ranks other than 0 write.
         since_ns: when the run began, by the clock of the project's file system.
-        token_path, token: a file in the project, and what is in it: who reads that there sees the
-            notebook's disk. An empty path: nobody elsewhere does.
+        token_path, token: a file in the project, and its content: an agent that can read it sees
+            the notebook's disk. An empty path: no VM elsewhere sees the disk.
     """
 
     run: str
@@ -154,7 +157,7 @@ class EndJob(Message, frozen=True):
             ``failure``: SIGINT, and what is left soon after is ended; ``now``: what is left is
             ended. A later one is never more patient than an earlier one. Data processes are ended
             now in any case.
-        names: whether somebody takes rank 0's names as they stand.
+        names: whether rank 0's names are wanted as they stand.
     """
 
     how: How = "now"
@@ -162,7 +165,10 @@ class EndJob(Message, frozen=True):
 
 
 class LookAtRanks(Message, frozen=True):
-    """Look at all ranks of the run, and if asked at their stacks, too; the answer is :class:`RanksSeen`."""
+    """Look at all ranks of the run, and at their stacks if asked.
+
+    The answer is :class:`RanksSeen`.
+    """
 
     look: int
     stacks: bool

@@ -1,4 +1,4 @@
-"""What a client (a kernel, a terminal) and the supervisor say to each other."""
+"""The messages between a client (a kernel, a terminal) and the supervisor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from taas.wire.ranks import Answer, Cell, Workspace
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True):
-    """What a kernel writes to its supervisor's standard input, as one line of JSON.
+    """The configuration of a supervisor; its kernel writes it as a line of JSON.
 
     Attributes:
         life: the descriptor, in the supervisor, of the life pipe: its end-of-file is the end of the
             kernel.
         client_key: the kernel's public CURVE key in Z85.
-        warm: a VM of this machine is about to be asked for; if ``idle``, nobody waits for it yet.
+        warm: a VM of this machine will be asked for soon; with ``idle``, no run waits for it yet.
     """
 
     kernel: int
@@ -31,12 +31,12 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
 
 
 class DeliveryOrder(msgspec.Struct, frozen=True):
-    """The registered loaders that data workers run for a run.
+    """The registered loaders of a run that data workers are to run.
 
     Attributes:
-        payload: names with the loaders among them, as for ranks that hold nothing yet.
+        payload: packed names with the loaders among them, complete as for new ranks.
         processes: data workers on each data VM.
-        encrypt: CURVE also for elements.
+        encrypt: whether elements are encrypted, too.
         buffer: bytes of elements under way and ready, over all ranks.
     """
 
@@ -50,10 +50,10 @@ class Gpu(msgspec.Struct, frozen=True):
     """A GPU of this machine.
 
     Attributes:
-        name: as CUDA_VISIBLE_DEVICES names it, which differs between notebooks: a number, or a UUID
+        name: its name in CUDA_VISIBLE_DEVICES, which differs between notebooks: a number, or a UUID
             or its beginning.
-        device: which one it is, the same for all notebooks: its place on the PCI bus, or its name
-            where that is not known.
+        device: its address on the PCI bus, which is the same for all notebooks, or its name if the
+            address is not known.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Submit(Message, frozen=True):
 
     Attributes:
         payload: the packed names.
-        gpus: GPUs that the notebook's machine has, and the notebook sees; none: rehearse.
-        device: what the ranks run on, in words.
-        notebook: its path; empty where the front end does not say it.
+        gpus: GPUs of the notebook's machine that the notebook sees; none: rehearse.
+        device: the ranks' devices in words.
+        notebook: its path; empty if the front end does not say it.
         left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it
             lacks none.
-        keep_idle: seconds that its ranks stay after it, if they do, and no other cell comes.
-        queue: where other runs have the devices, it waits for them instead of being refused.
+        keep_idle: seconds that its ranks stay after it, if they stay and no other cell comes.
+        queue: wait for the devices if other runs have them, instead of being refused.
     """
 
     cell: Cell
@@ -88,22 +88,22 @@ class Submit(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Runs will ask this engine for VMs: get as far as is possible without one. There is no answer."""
+    """Prepare an engine for runs as far as is possible without one; there is no answer."""
 
     engine: EngineChoice
 
 
 class RunRequest(Message, frozen=True):
-    """What a client asks of a run, or of no run.
+    """What a client asks of a run, or of none.
 
     Attributes:
-        what: ``interrupt``: to stop as a person at the keyboard does; a second time is final.
-            ``stacks``: where each of its ranks stands; the answer is :class:`Stacks`. ``let go``:
-            nothing more: the client has opened the answer, or shows it no more, and takes no names
-            of it; a run that still goes on is stopped. ``release``: the VMs that no run uses are
-            given back; the answer is :class:`Released`.
-        place: where the person is, in words: another notebook, a terminal; empty: at the run's own
-            cell.
+        what: ``interrupt``: stop as a person at the keyboard does; a second time is final.
+            ``stacks``: say where each of its ranks stands; the answer is :class:`Stacks`. ``let
+            go``: the client has opened the answer, or does not want it any more, and asks for
+            nothing else; a run that still goes on is stopped. ``release``: give back the VMs that
+            no run uses; the answer is :class:`Released`.
+        place: where the person is, in words: another notebook, or a terminal; empty: at the run's
+            own cell.
     """
 
     what: Literal["interrupt", "stacks", "let go", "release"]
@@ -115,7 +115,10 @@ ClientSays = Submit | Prepare | RunRequest | Answer
 
 
 class Refused(Message, frozen=True):
-    """The supervisor will not or can not do what it was asked; ``error`` is the name of a class of :mod:`taas.errors`."""
+    """The supervisor refuses what it was asked.
+
+    ``error`` is the name of a class of :mod:`taas.errors`.
+    """
 
     error: str
     message: str
@@ -135,12 +138,14 @@ class Released(Message, frozen=True):
 
 
 class RunState(Message, frozen=True):
-    """A run was accepted, and all that is to be known of it appears in its folder; or, for a client that waits, it is over.
+    """A run was accepted or, for a client that waits, has ended.
+
+    After it was accepted, everything about it appears in its folder.
 
     Attributes:
-        record: at the end its last, and nobody writes to its folder any more; a full disk may have
-            kept it out of there.
-        answer: rank 0's names, as they stood where the run is not done.
+        record: its record. At the end it is the last one, and no process writes to the run's folder
+            any more; after a full disk the folder may lack it.
+        answer: rank 0's names; of a run that is not done, as they stood.
         loaders: where the delivery left the registered loaders' generators
             (``delivery.registered.apply_final``).
     """

@@ -1,9 +1,9 @@
-"""Both ends of an encrypted connection: who serves proves its key, and lets in whose key it knows.
+"""Both ends of an encrypted connection: the server proves its key, and checks its clients'.
 
 CURVE (https://rfc.zeromq.org/spec/26/) with a key pair for each peer; the server's ZAP handler
-(https://rfc.zeromq.org/spec/27/) is answered by the loop that reads its socket: no thread of its own. Between hosts, a
-connection whose peer shows no sign of life is closed. On one host, all sockets of a process and of
-those it starts lie in one folder, which nobody else can enter.
+(https://rfc.zeromq.org/spec/27/) has no thread of its own: the loop that reads its socket answers
+it. Between hosts, a connection whose peer shows no sign of life is closed. On one host, all
+sockets of a process and its children lie in one private folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from taas.wire.framing import WIRE_LIMIT
 _AT_ONCE = 64
 PREFIX = "taas-"
 LONGEST_BASE = 45
-"""Below it lie the folder, those of agents, and in them multiprocessing's:
+"""Below it lie this folder, those of agents, and in these multiprocessing's:
 ``taas-…/agent-12/pymp-…/listener-…``.
 """
 _INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108  a folder of our own is made there
@@ -32,12 +32,15 @@ Socket = zmq.Socket[Any]
 
 
 def make_short_folder() -> str:
-    """Make the folder of sockets: in TMPDIR, unless that is too long, as Slurm's and pytest's are.
+    """Make the folder of sockets: in TMPDIR, unless that path is too long.
 
-    A path of a UNIX socket has 107 bytes at most (unix(7)). This function travels to VMs by value.
+    Those of Slurm and pytest are.
+
+    The path of a UNIX socket has 107 bytes at most (unix(7)). This function travels to VMs by
+    value.
 
     Raises:
-        OSError: nowhere can one be made; the text says where it was tried.
+        OSError: it cannot be made anywhere; the text says where that was tried.
     """
     refused = []
     for base in dict.fromkeys((tempfile.gettempdir(), *_INSTEAD)):
@@ -60,10 +63,12 @@ def make_short_folder() -> str:
 
 
 class Gate:
-    """Lets in, or keeps out, who connects to the servers of a context: ``answer`` when ``socket`` is readable.
+    """Decides who may connect to the servers of a context.
 
-    It has to be there before they listen. ``allows`` tells whether a client may come in that shows
-    this public CURVE key, or this password of PLAIN.
+    Call ``answer`` when ``socket`` is readable.
+
+    Make it before the servers listen. ``allows`` tells whether a client may connect that shows this
+    public CURVE key, or this PLAIN password.
     """
 
     def __init__(self, context: Any, allows: Callable[[bytes], bool]) -> None:
@@ -73,7 +78,7 @@ class Gate:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """Decide about clients that are at the door, up to a number."""
+        """Decide about clients that want to connect, up to a number."""
         for _ in range(_AT_ONCE):
             if not self.socket.poll(0):
                 return
@@ -89,20 +94,23 @@ class Gate:
 
 
 def serve_curve(socket: Any, public: bytes, secret: bytes) -> None:
-    """Let a socket's clients prove who they are; call it before it listens."""
+    """Let a socket's clients prove who they are; call it before the socket listens."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = public, secret
 
 
 def show_key(socket: Any, server: str | bytes, public: str | bytes, secret: str | bytes) -> None:
-    """Let a socket prove who it is, to a server with this key; call it before it connects."""
+    """Let a socket prove who it is to a server with this key; call it before it connects."""
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
         key.encode() if isinstance(key, str) else key for key in (server, public, secret)
     )
 
 
 def make_router(context: Any, public: bytes, secret: bytes) -> Socket:
-    """Return a server's socket for control messages: whom it cannot reach is heard of by sending."""
+    """Return a server's socket for control messages.
+
+    Sending to a peer that cannot be reached is an error.
+    """
     router: Socket = context.socket(zmq.ROUTER)
     serve_curve(router, public, secret)
     router.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
@@ -123,18 +131,21 @@ def make_dealer(
 
 
 def set_heartbeat(socket: Socket) -> None:
-    """Have zmq close connections of this socket, those made from now on, whose peer is silent.
+    """Let zmq close this socket's later connections when their peers are silent.
 
-    zmq's own thread asks and answers (https://rfc.zeromq.org/spec/37/), whatever the process is busy with.
+    zmq's own thread asks and answers (https://rfc.zeromq.org/spec/37/), even while the process is
+    busy.
     """
     socket.set(zmq.HEARTBEAT_IVL, int(deadlines.BEAT * 1000))
     socket.set(zmq.HEARTBEAT_TIMEOUT, int(deadlines.SILENCE * 1000))
 
 
 class SupervisorLink:
-    """Tells when the connection to a supervisor elsewhere is gone, or was never made, of a socket not connected yet.
+    """Tells when the connection to a supervisor elsewhere is gone, or was never made.
 
-    A connection that broke is not taken up again: messages were lost with it.
+    Make it before the socket connects.
+
+    A broken connection is not used again, because messages were lost with it.
     """
 
     def __init__(self, socket: Socket, endpoint: str) -> None:
@@ -147,15 +158,15 @@ class SupervisorLink:
 
     @property
     def source(self) -> Socket:
-        """What becomes readable when there is something to hear."""
+        """Return the socket that becomes readable when there is an event."""
         return self._monitor
 
     def wait(self) -> float | None:
-        """Seconds until a connection that was not made is given up; None once it was made."""
+        """Return the seconds until connecting is given up; None once it has succeeded."""
         return None if self._made else max(0.0, self._until - time.monotonic())
 
     def gone(self) -> str:
-        """Read what happened; returns why the supervisor is gone for good, or nothing."""
+        """Read the events; return why the supervisor is gone for good, or an empty text."""
         from zmq.utils.monitor import recv_monitor_message  # it imports asyncio
 
         while self._monitor.poll(0):

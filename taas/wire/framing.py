@@ -1,4 +1,4 @@
-"""What all messages are made of: their base, memory files beside them, and how they are packed, read and sealed.
+"""What all messages have in common: their base, their packing and seals, and memory files.
 
 A seal is a MAC with a key that only the processes of one run have, checked before anything is
 unpickled.
@@ -24,15 +24,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Alive(Message, frozen=True):
-    """The sender is there.
+    """The sender is alive.
 
-    A worker pool says so again and again, and so does the supervisor: that it cannot be sent tells
-    that the agent is out of reach.
+    A worker pool sends it again and again, and so does the supervisor: when it cannot send it, the
+    agent is out of reach.
     """
 
 
 class Leave(Message, frozen=True):
-    """End all that was started, and yourself."""
+    """End all that you have started, and then yourself."""
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Memory(msgspec.Struct, frozen=True):
     Attributes:
         pid: the process of this host that holds it open; 0: it is on another host, and the peer
             that named it sends it in chunks (:mod:`taas.wire.transfer`).
-        fd: its number there.
+        fd: the descriptor's number in that process.
     """
 
     pid: int
@@ -50,20 +50,23 @@ class Memory(msgspec.Struct, frozen=True):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is on another host."""
+        """Return whether it is on another host."""
         return self.pid == 0
 
     def from_elsewhere(self) -> Memory:
-        """Return what a peer on another host is told of it."""
+        """Return it as a peer on another host is told of it."""
         return Memory(0, 0, self.nbytes)
 
     @property
     def path(self) -> str:
-        """Where processes of its host find it."""
+        """Return the path at which processes of its host find it."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
     def open(self) -> int:
-        """Return a descriptor of one's own; an OSError: the process is gone, or the file there is somebody else's."""
+        """Open it here; the caller closes the descriptor.
+
+        Raises an OSError if the process is gone, or the file is not the one that was announced.
+        """
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(fd)
         if status.st_uid != os.getuid() or status.st_size != self.nbytes:
@@ -76,12 +79,12 @@ class StoreAddress(msgspec.Struct, frozen=True, tag=True):
     """Where a run's store is.
 
     Attributes:
-        host: what MASTER_ADDR says. Loopback: all ranks are on one machine, and the store is a
+        host: the value of MASTER_ADDR. Loopback: all ranks are on one machine, and the store is a
             folder there.
-        secret: key of the run's seals (:func:`seal`), which only its ranks and their agents have.
-        port: what MASTER_PORT says: of the TCPStore; where there is a folder nobody listens. 0: not
-            opened yet.
-        folder: an absolute path; empty where there is none.
+        secret: key of the run's seals (:func:`seal`); only its ranks and their agents have it.
+        port: the value of MASTER_PORT: the TCPStore's port, or, if the store is a folder, a number
+            at which no process listens. 0: the store was not opened yet.
+        folder: an absolute path; empty if the store is no folder.
     """
 
     host: str
@@ -94,11 +97,13 @@ pack = msgspec.msgpack.Encoder().encode
 
 
 class Unreadable(ValueError):
-    """What a peer sent, or what stands in a file, is not what its reader expects."""
+    """A message, or a file's content, is not what its reader expects."""
 
 
 class MessageReader:
-    """Decodes what one side expects; whatever else comes, and however it is broken, is :class:`Unreadable`.
+    """Decodes the messages that one side expects.
+
+    Anything else raises :class:`Unreadable`, in whatever way it is broken.
 
     Args:
         kinds: the type, or the union of types, that is expected.
@@ -111,9 +116,9 @@ class MessageReader:
     def __call__(self, data: bytes | memoryview) -> Any:
         """Decode one message.
 
-        msgspec's own errors are ValueErrors, as is the UnicodeDecodeError that invalid UTF-8
-        raises. A field that is nested too deeply, an unknown one too, raises a RecursionError,
-        which is neither.
+        msgspec's own errors are ValueErrors, and so is the UnicodeDecodeError for invalid UTF-8. A
+        field that is nested too deeply, even an unknown one, raises a RecursionError, which is no
+        ValueError.
         """
         try:
             return self._decode(data)
@@ -122,7 +127,10 @@ class MessageReader:
 
 
 def seal(key: bytes, header: bytes, body: Any) -> bytes:
-    """Return the MAC over a header, which says whose body it is and which, and a body: bytes, or memory that exports them."""
+    """Return the MAC over a header and a body.
+
+    The header says which body it is, and whose. The body is bytes, or memory that exports them.
+    """
     digest = blake2b(len(header).to_bytes(8, "little"), key=key, digest_size=SEAL_BYTES)
     digest.update(header)
     digest.update(body)
@@ -130,6 +138,9 @@ def seal(key: bytes, header: bytes, body: Any) -> bytes:
 
 
 def authenticate(key: bytes, frame: bytes, body: Any) -> bytes | None:
-    """Return the header that follows the seal in ``frame``, if it holds for that header and the body, else None."""
+    """Return the header after the seal in ``frame``, or None if the seal does not fit.
+
+    The seal covers the header and the body.
+    """
     header = frame[SEAL_BYTES:]
     return header if hmac.compare_digest(frame[:SEAL_BYTES], seal(key, header, body)) else None

@@ -1,11 +1,12 @@
-"""What the main thread of a process waits for: sockets and descriptors, each with what is done when it is readable.
+"""The loop of a process's main thread: sockets and descriptors, each with an action for its input.
 
-What may take long is done beside that loop, by a thread: files of any size, processes that end. So
-an interrupt of one run waits for nothing that another one has to have done. Children of it report
-in lines of JSON.
+Work that may take long is done by a thread beside the loop: files of any size, processes that end.
+So an interrupt of one run never waits for work of another one. Children of the process report in
+lines of JSON.
 
-Where peers connect to it, a process may have as many descriptors as the system lets it; what it
-starts for others finds the limit as it was: a rank has the one that it would have under torchrun.
+A process to which peers connect may have as many descriptors as the system allows. Processes that
+it starts for others have the original limit: a rank has the limit that it would have under
+torchrun.
 """
 
 from __future__ import annotations
@@ -45,29 +46,29 @@ class PollLoop:
         return source in self._actions
 
     def on(self, source: Any, action: Callable[[], object]) -> None:
-        """Begin to watch a source: a zmq socket, or a descriptor."""
+        """Watch a source, which is a zmq socket or a descriptor."""
         self._actions[source] = action
         self._poller.register(source, zmq.POLLIN)
 
     def off(self, source: Any) -> None:
-        """Watch it no more. Twice is harmless."""
+        """Stop watching a source. Twice is harmless."""
         if self._actions.pop(source, None) is not None:
             self._poller.unregister(source)
 
     def soon(self, action: Callable[[], object]) -> None:
-        """Act so in the next step; any thread may ask for that."""
+        """Run an action in the next step; any thread may call this."""
         self._soon.append(action)
         os.eventfd_write(self._bell, 1)
 
     def _act_soon(self) -> None:
         asked = os.eventfd_read(self._bell)
-        if asked > _AT_ONCE:  # first the other sources are looked at
+        if asked > _AT_ONCE:  # the other sources come first
             os.eventfd_write(self._bell, asked - _AT_ONCE)
         for _ in range(min(asked, _AT_ONCE)):
             self._soon.popleft()()
 
     def step(self, wait: float | None) -> None:
-        """Wait until something is readable, ``wait`` seconds at most, and act on all that is; None: for ever."""
+        """Wait ``wait`` seconds at most (None: for ever) for sources, and run their actions."""
         for source, _ in self._poller.poll(None if wait is None else int(wait * 1000) + 1):
             action = self._actions.get(source)
             if action is not None:  # an earlier action of this round may have removed it
@@ -85,27 +86,27 @@ def raise_limit() -> None:
 
 
 def give_limit(pid: int) -> None:
-    """Give a child of this process the limit that this one was started with, and so all that it starts later.
+    """Give a child, and all that it starts later, this process's original limit of descriptors.
 
-    Lowered here while the child is started, the limit would be too low for what other threads open
-    meanwhile.
+    Lowering the limit here while the child is started would not do, because other threads open
+    descriptors meanwhile.
     """
     if _found is not None:
-        with contextlib.suppress(ProcessLookupError):  # its end is seen elsewhere
+        with contextlib.suppress(ProcessLookupError):  # the child's end is noticed elsewhere
             resource.prlimit(pid, resource.RLIMIT_NOFILE, _found)
 
 
 def _set(limits: tuple[int, int]) -> None:
-    # some systems refuse "unlimited": it stays as it is
+    # some systems refuse "unlimited"; then the limit stays as it is
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 class WorkThread:
-    """A thread that does, one after the other, what it is given; all else of it is for the thread of the loop.
+    """A thread that does its work one after the other; all other methods are for the loop's thread.
 
-    ``soon`` is :meth:`PollLoop.soon`; ``pending`` says how much was not done yet, or its result not
-    taken. A RuntimeError: the system allows no more threads.
+    ``soon`` is :meth:`PollLoop.soon`; ``pending`` counts work that is not done, or whose result was
+    not taken yet. Raises a RuntimeError if the system allows no more threads.
     """
 
     def __init__(self, soon: Callable[[Callable[[], object]], None]) -> None:
@@ -117,12 +118,15 @@ class WorkThread:
     def do(
         self, work: Callable[[], Any], then: Callable[[Future[Any]], object] = Future.result
     ) -> None:
-        """Do some work, after all that was given before; ``then``, in the loop, takes what came of it, or what it raised."""
+        """Do some work after all earlier work.
+
+        Then the loop calls ``then`` with a Future of its result, or of its error.
+        """
         self.pending += 1
         self._work.put(partial(self._do, work, then))
 
     def after(self, action: Callable[[], object]) -> None:
-        """Let the loop act so when all that was given before is done."""
+        """Let the loop run an action when all earlier work is done."""
         self.do(lambda: None, lambda _: action())
 
     def _do(self, work: Callable[[], Any], then: Callable[[Future[Any]], object]) -> None:
@@ -142,14 +146,16 @@ class WorkThread:
             work()
 
     def close(self) -> None:
-        """Let the thread end when all is done."""
+        """Let the thread end when all work is done."""
         self._work.put(None)
 
 
 class Child:
-    """A child of this process that is told things, and may report, in lines of JSON; it ends with its standard input.
+    """A child process that is sent lines of JSON and may report in such lines.
 
-    It runs Python with these arguments; ``reports`` is the union of what it may report.
+    It ends when its standard input does.
+
+    It runs Python with these arguments; ``reports`` is the union of its reports.
     """
 
     def __init__(
@@ -167,19 +173,22 @@ class Child:
         self._unread = b""  # the part of a line that is there
 
     def fileno(self) -> int:
-        """Return the descriptor on which it reports."""
+        """Return the descriptor from which its reports are read."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
     def send(self, line: msgspec.Struct) -> None:
-        """Tell it something; a child that is gone reads nothing."""
+        """Send it a line; a child that has ended reads nothing."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is seen elsewhere
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed elsewhere
             self.process.stdin.write(msgspec.json.encode(line) + b"\n")
             self.process.stdin.flush()
 
     def read(self) -> list[Any] | None:
-        """Return all reports that are there, None when it has ended. Waits where it has said nothing."""
+        """Return all waiting reports, None when it has ended.
+
+        Waits if there are none.
+        """
         data = os.read(self.fileno(), _READ_AT_ONCE)
         return self._reports(data) if data else None
 
@@ -188,13 +197,13 @@ class Child:
         return [self._decode(line) for line in lines]
 
     def hang_up(self) -> None:
-        """Tell it nothing more: it is to end."""
+        """Close its standard input, so that it ends."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def close(self, patience: float = 5.0) -> list[Any]:
-        """End it, kill what does not end; returns what it said last, whole lines of it."""
+        """End it, by SIGKILL after ``patience`` seconds; return its last complete reports."""
         assert self.process.stdout is not None
         self.hang_up()
         try:

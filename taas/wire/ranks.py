@@ -1,9 +1,10 @@
-"""What a rank and its agent say to each other, and the socket pair between them, which has no name: nobody else can connect.
+"""The messages between a rank and its agent, and the socket pair that carries them.
 
-A message is one packet (unix(7), SOCK_SEQPACKET): no half of one is ever seen. Descriptors go with
-it, since a rank behind its wall may not open those of other processes by ``/proc``. A long message
-is a memory file, the last of its descriptors. A rank waits for what its agent says, and until there
-is room for what it says; the agent never waits.
+The socket pair has no name, so that no other process can connect. A message is one packet (unix(7),
+SOCK_SEQPACKET), so that it arrives as a whole. Descriptors travel with it, because a rank behind
+its wall may not open those of other processes in ``/proc``. A long message is a memory file, the
+last one of its descriptors. A rank waits for messages of its agent, and until there is room for its
+own; the agent never waits.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class RankStage(Message, frozen=True):
     """How far a rank is.
 
     Attributes:
-        stage: ``begun``: the cell begins to run. ``at work``: the main thread of a rank that is
-            interrupted runs Python code: what the cell makes of it takes its time. ``packing``: it
-            packs its names, and its :class:`RankEnded` follows. ``wrote``: it has written down
-            which collective it waits in, and may be asked again.
-        rank: where the supervisor hears it.
+        stage: ``begun``: the cell begins to run. ``at work``: the main thread of an interrupted
+            rank runs Python code, so the cell is handling the interrupt. ``packing``: it packs its
+            names, and its :class:`RankEnded` follows. ``wrote``: it has written down in which
+            collective it waits, and may be asked again.
+        rank: its number, in the message to the supervisor.
     """
 
     stage: Literal["begun", "at work", "packing", "wrote"]
@@ -42,19 +43,18 @@ class RankEnded(Message, frozen=True):
     """How a cell ended in one rank.
 
     Attributes:
-        outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or,
-            said by the agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its
-            forkserver) and ``ended`` (by a signal of the agent's). ``stood``: it has not ended;
-            these are its names if it says no more.
+        outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``. The
+            agent says ``died`` (by a signal, or without a message), ``orphaned`` (with its
+            forkserver) and ``ended`` (by a signal of the agent). ``stood``: the cell goes on, and
+            these are the rank's names in case that no other message comes.
         at: wall-clock time of its machine in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
-        message: the exception's text, or what is known.
+        message: the exception's text, or what is known of the end.
         answer: rank 0's names: at the end of the cell, or as they stood when it failed or was
             ended.
         notices: lines for the user.
-        asleep: it was ended while it waited for other ranks, as far as one can tell: its main
-            thread slept in C code, from which no interrupt had woken it, or had just come out of a
-            collective.
+        asleep: it was ended while it probably waited for other ranks: its main thread slept in C
+            code, from which no interrupt had woken it, or had just left a collective.
     """
 
     rank: int
@@ -69,7 +69,10 @@ class RankEnded(Message, frozen=True):
 
 
 class Asking(Message, frozen=True):
-    """What a rank asks the person at the keyboard, and waits for: its first question is number 1, with 0 it asks nothing more."""
+    """A rank's question to the person at the keyboard; the rank waits for the answer.
+
+    Its first question has number 1; with 0 it withdraws its question.
+    """
 
     rank: int
     number: int = 0
@@ -78,9 +81,9 @@ class Asking(Message, frozen=True):
 
 
 class RankKept(Message, frozen=True):
-    """A rank has done all that its order asked, keeps its names, and waits for the next one.
+    """A rank has done all that its order asked, keeps its names, and waits for the next order.
 
-    ``host_bytes`` are memory of its own, ``gpu_bytes`` what torch has reserved of its GPUs.
+    ``host_bytes`` is memory of this rank alone, ``gpu_bytes`` what torch has reserved of its GPUs.
     """
 
     rank: int
@@ -89,15 +92,15 @@ class RankKept(Message, frozen=True):
 
 
 class RankUse(msgspec.Struct, frozen=True):
-    """What a rank uses of its VM, as its agent sees it from outside.
+    """What a rank uses of its VM, as its agent sees it.
 
     Attributes:
         state: ``starting``, ``running``, ``stopped`` (by SIGSTOP), or how it ended
             (:class:`RankEnded`).
         cpu: percent of one processor.
-        nbytes: memory that it shares with no file.
-        gpu: percent of its GPUs, on average; None: it has none, or nobody can tell.
-        gpu_nbytes: memory that it holds of them, where the driver tells processes apart; else what
+        nbytes: memory that no file is behind.
+        gpu: percent of its GPUs, on average; None: it has none, or that is not known.
+        gpu_nbytes: GPU memory that it holds, if the driver reports that for each process; else what
             all programs hold.
     """
 
@@ -113,9 +116,11 @@ RankSays = RankStage | Asking | RankEnded | RankKept
 
 
 class Answer(Message, frozen=True):
-    """What the person at the keyboard answers to a rank's question; ``refused`` says why nobody can.
+    """The answer of the person at the keyboard to a rank's question.
 
-    It goes from a client by the supervisor and an agent to the rank.
+    ``refused`` says why there can be none.
+
+    It travels from a client by the supervisor and an agent to the rank.
     """
 
     run: str
@@ -126,15 +131,15 @@ class Answer(Message, frozen=True):
 
 
 class RankRequest(Message, frozen=True):
-    """What an agent asks of a process that is, or was prepared to be, a rank.
+    """What an agent asks of a process that is a rank, or was prepared to be one.
 
     Attributes:
-        what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a
-            wait that keeps it from that; ``ignored``: the rank ignored it, as system(3) does while
-            a program runs. ``names``: pack the names as they stand, by another thread while the
-            main one waits, and leave. ``taken``: the agent has rank 0's names: forget them.
-            ``leave``: there is no other order, and the agent has all it needs: exit.
-            ``collective``: write down which one it waits in (runs/stacks.py).
+        what: ``notice``: the rank was sent a SIGINT: say when it is noticed, and break off a wait
+            that prevents this; ``ignored``: the rank ignored it, as system(3) does while a program
+            runs. ``names``: pack the names as they stand, in another thread if the main one
+            waits, and leave. ``taken``: the agent has rank 0's names, so forget them. ``leave``:
+            no other order will come, and the agent has all it needs, so exit. ``collective``:
+            write down in which collective it waits (runs/stacks.py).
     """
 
     what: Literal["notice", "names", "taken", "leave", "collective"]
@@ -143,7 +148,7 @@ class RankRequest(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Preparation:
-    """What ranks of different runs have in common, so that a process can prepare for it before there is an order.
+    """What ranks of different runs have in common, so that a process can prepare before its order.
 
     Attributes:
         project: absolute path of the project, or of this VM's copy of it.
@@ -157,17 +162,18 @@ class Preparation:
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A headed cell, from the notebook to its ranks.
+    """A headed cell, as it travels from the notebook to its ranks.
 
     Attributes:
         execution_count: the notebook's ``In[n]``.
         spec: the header.
         colors: name of the notebook's colour theme, for tracebacks.
         shell_class: name of the class of the notebook's shell, which libraries ask for.
-        directory: where the notebook is now; kept ranks go there, others begin in the project.
-        own_gpu_first: whether its program takes the first GPU for its own, as those for
-            DataParallel do; those for several processes number GPUs by ranks, as later cells of
-            kept ranks may.
+        directory: the notebook's current directory; kept ranks change to it, others begin in the
+            project.
+        own_gpu_first: whether its program expects its own GPU to be the first one, as programs for
+            DataParallel do. Programs for several processes number GPUs by ranks, and later cells
+            of kept ranks may do so.
     """
 
     text: str
@@ -180,7 +186,9 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Workspace(msgspec.Struct, frozen=True):
-    """What a notebook finds on its machine; on another VM it is staged (:mod:`taas.agent.staging`).
+    """The environment of a notebook on its machine.
+
+    For another VM it is staged (:mod:`taas.agent.staging`).
 
     ``changed`` are variables of ``environ`` that the notebook set itself; the others it inherited
     on its machine.
@@ -197,12 +205,11 @@ class Staged(msgspec.Struct, frozen=True):
     Attributes:
         payload: the packed names, or loaders.
         replica: the copy of the project that is to stand there; empty: the project itself is there.
-        on_demand: folder in which files are asked for that the copy lacks
+        on_demand: folder in which processes ask for files that the copy lacks
             (:mod:`taas.project_sync.files_on_demand`).
         output: folder of the ranks' output files, or a data process's log.
-        scratch: folder for what ranks other than 0 write in the project's place.
-        since_ns: when the run began, by the clock of the file system that the project, or its copy,
-            is on.
+        scratch: folder for the project files that ranks other than 0 write.
+        since_ns: when the run began, by the clock of the project's (or its copy's) file system.
     """
 
     payload: Memory
@@ -216,7 +223,9 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class RankOrder(Message, frozen=True):
-    """What the ranks of one run on one VM are to do: complete when the supervisor writes it, the same for all of them.
+    """What the ranks of one run on one VM are to do.
+
+    The supervisor writes it; it is complete, and the same for all these ranks.
 
     Attributes:
         group_rank: the VM's number in the run, as torchrun's.
@@ -242,17 +251,17 @@ class RankOrder(Message, frozen=True):
 
     @property
     def local_world_size(self) -> int:
-        """How many ranks are on this VM."""
+        """Return how many ranks are on this VM."""
         return self.cell.spec.ranks_per_vm
 
     @property
     def first_rank(self) -> int:
-        """The first of them."""
+        """Return the number of the first of them."""
         return self.group_rank * self.local_world_size
 
     @property
     def rehearsed(self) -> int:
-        """How many GPUs to pretend, or 0."""
+        """Return how many GPUs to pretend, or 0."""
         return 0 if self.gpus else self.cell.spec.gpus_per_vm
 
 
@@ -266,12 +275,12 @@ class RankStart(Message, frozen=True):
 
     @property
     def rank(self) -> int:
-        """Global rank."""
+        """Return the global rank."""
         return self.order.first_rank + self.local_rank
 
 
 def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
-    """What a process has to have done before it can become one of these ranks."""
+    """Return the preparation that a process needs to become one of these ranks."""
     cell, project = order.cell, staged.replica or staged.project
     return Preparation(staged.environ, project, cell.colors, cell.shell_class)
 
@@ -282,8 +291,8 @@ RankHears = RankStart | RankRequest | Answer
 # ---------------------------------------------------------------- the socket pair
 
 NOTICE = signal.SIGRTMIN + 12
-"""Asks the main thread of a rank to say that it runs Python code; neither glibc, CUDA nor profilers
-use it.
+"""Asks the main thread of a rank to say that it runs Python code. Neither glibc, CUDA nor profilers
+use this signal.
 """
 _read_rank = MessageReader(RankSays)
 _LONG = b"\xc1"  # the packet of a long message: no message in MessagePack has this byte
@@ -298,7 +307,10 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(end: socket.socket, message: bytes, *descriptors: int, flags: int = 0) -> None:
-    """Send a message, and with it descriptors of this process; any thread may, and a handler of signals."""
+    """Send a message, and descriptors of this process with it.
+
+    Any thread may call this, and a signal handler.
+    """
     with contextlib.ExitStack() as stack:
         if len(message) > _SHORT:
             file = stack.enter_context(os.fdopen(os.memfd_create("taas-message"), "wb"))
@@ -313,14 +325,14 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     """Return the next message, and the descriptors that came with it.
 
     Raises:
-        EOFError: the other end is closed, and all that was said there was heard.
+        EOFError: the other end is closed, and all its messages were read.
         OSError: there is no descriptor left.
     """
     descriptors = array("i")
     room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * descriptors.itemsize)
     try:
         message, rights, _, _ = end.recvmsg(_SHORT, room, flags | socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:  # said once where it was closed with messages unheard
+    except ConnectionResetError:  # raised once if the peer closed with unread messages
         return receive(end, flags)
     for _, _, data in rights:
         descriptors.frombytes(data)
@@ -331,21 +343,24 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     if not descriptors:
         raise OSError("a message could not be taken: too many files are open")
     with os.fdopen(descriptors.pop(), "rb") as file:
-        file.seek(0)  # its place is the sender's, too
+        file.seek(0)  # the sender shares the position
         return file.read(WIRE_LIMIT), descriptors.tolist()
 
 
 def tell(rank: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send a rank a message; one that has left hundreds unheard does not get it, and keeps its connection.
+    """Send a rank a message without waiting; a rank with hundreds of unread ones does not get it.
 
-    Whoever waits for what it does then has a deadline.
+    Its connection stays. Code that waits for the rank's reaction has a deadline.
     """
     with contextlib.suppress(BlockingIOError, ConnectionError):  # killed: its sentinel says so
         send(rank, message, *descriptors, flags=socket.MSG_DONTWAIT)
 
 
 def hear(rank: socket.socket) -> tuple[list[RankSays], bool]:
-    """Return the messages that are there, and whether there will be no others: it is closed, or said what no rank says."""
+    """Return the rank's waiting messages, and whether no more will come.
+
+    No more come if it has closed, or sent what is no message of a rank.
+    """
     said: list[RankSays] = []
     try:
         for _ in range(_READS):

@@ -1,8 +1,8 @@
-"""Bytes that cross hosts: memory files, what processes write, archives of files. One way for all of it, in chunks.
+"""Bytes that cross hosts in chunks: memory files, output of processes, archives of files.
 
-On one host nothing of this happens: a memory is opened where it is held, and files lie where they
-belong. Else each side of a job pushes what the other one needs, and is never more than a window
-ahead of what was written down there.
+On one host nothing is transferred: a memory file is opened where it is held, and files are used
+where they lie. Between hosts, each side of a job pushes what the other one needs, and is never more
+than a window ahead of what the other side has written down.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Literal
 from taas.wire.framing import Memory, Message
 
 CHUNK = 1 << 20
-"""Bytes of a chunk, at most."""
+"""A chunk has at most so many bytes."""
 WINDOW = 16 << 20
-"""Bytes of a job that are on their way at once."""
+"""So many bytes of a job are under way at once, at most."""
 
 
 class Chunk(Message, frozen=True):
-    """Some bytes; what is of one kind comes in order.
+    """Some bytes of a file; chunks of one kind come in order.
 
     Attributes:
-        of: ``payload``, ``answer``: of a memory file. ``project``, ``changes``, ``writes``: of an
-            archive (:mod:`taas.project_sync.archive`) of the project, of what a VM changed in it,
-            and of what ranks other than 0 wrote in its place. ``file``: of one of the project.
-            ``output``: of a file that a process of the job writes.
-        size: bytes of the whole file, but for output; below 0: it cannot be had.
-        rank: whose output; of changes and writes the VM's first.
-        file: name of the output file in the rank's folder; of a ``file`` of the project, its path
-            there.
+        of: ``payload``, ``answer``: a memory file. ``project``, ``changes``, ``writes``: an archive
+            (:mod:`taas.project_sync.archive`) of the project, of the changes that a VM made to it,
+            and of the project files that ranks other than 0 wrote. ``file``: one of the project's
+            files. ``output``: a file that a process of the job writes.
+        size: bytes of the whole file, except for output; below 0: the file is not available.
+        rank: the rank of an output; of changes and writes, the VM's first rank.
+        file: for output, the file's name in the rank's folder; for a ``file``, its path in the
+            project.
     """
 
     of: Literal["payload", "project", "file", "answer", "changes", "writes", "output"]
@@ -45,7 +45,7 @@ class Chunk(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """So many bytes of :class:`Chunk` were taken, and are where they belong: so many more may be sent."""
+    """So many bytes of :class:`Chunk` were written down, so that as many more may be sent."""
 
     nbytes: int
 
@@ -53,7 +53,10 @@ class Taken(Message, frozen=True):
 def chunks_of(
     of: Literal["payload", "project", "answer", "changes", "writes"], memory: Memory, rank: int = 0
 ) -> Iterator[Chunk]:
-    """Read a file that this process holds, as a source for a :class:`Sender`; an empty one is one empty chunk."""
+    """Read a memory file of this process, as a source for a :class:`Sender`.
+
+    An empty file is one empty chunk.
+    """
     size = memory.nbytes
     for offset in range(0, max(size, 1), CHUNK):
         data = os.pread(memory.fd, min(CHUNK, size - offset), offset)
@@ -61,7 +64,11 @@ def chunks_of(
 
 
 def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
-    """Read a file of the project, and close its descriptor; below 0, or where it changes meanwhile: it cannot be had."""
+    """Read a file of the project, and close its descriptor.
+
+    If that is below 0, or the file changes meanwhile, the last chunk says that the file is not
+    available.
+    """
     if fd >= 0:
         with open(fd, "rb", buffering=0):
             seen = os.fstat(fd)
@@ -77,10 +84,9 @@ def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
 
 
 class Sender:
-    """All that one side sends of one job: a chunk of each source in turn, as far as the window allows.
+    """Sends all chunks of one side of a job: one of each source in turn, within the window.
 
-    A source is an iterator: None says that there is nothing more now, its end that there never will
-    be.
+    A source is an iterator: None means that it has nothing now, its end that it never will again.
     """
 
     def __init__(self, send: Callable[[Chunk | Taken], None]) -> None:
@@ -90,12 +96,12 @@ class Sender:
 
     @property
     def done(self) -> bool:
-        """Whether all was sent."""
+        """Return whether all was sent."""
         return not self._sources
 
     @property
     def waits(self) -> bool:
-        """Whether the peer has to take something before more is sent."""
+        """Return whether the peer has to take something before more is sent."""
         return self._window <= 0
 
     def add(self, source: Iterator[Chunk | None]) -> None:
@@ -103,15 +109,19 @@ class Sender:
         self._sources.append(source)
 
     def acknowledge(self, chunk: Chunk) -> None:
-        """Let the peer send more."""
+        """Let the peer send as many bytes more as a chunk has."""
         self._send(Taken(len(chunk.data)))
 
     def taken(self, nbytes: int) -> None:
-        """The peer has taken so many bytes."""
+        """Note that the peer has taken so many bytes."""
         self._window += nbytes
 
     def step(self) -> None:
-        """Send what there is; an OSError: a source cannot be read, and is given up, the others are not."""
+        """Send what there is.
+
+        Raises an OSError if a source cannot be read; that source is dropped, and the others are
+        not.
+        """
         idle = 0
         while idle < len(self._sources) and not self.waits:
             source = self._sources.popleft()
@@ -127,7 +137,9 @@ class Sender:
 
 
 class Incoming:
-    """A memory file of a peer's, on its way into this process, or into a folder; one of this host is opened, and here.
+    """A peer's memory file while it is sent to this process, or into a folder.
+
+    A memory file of this host is opened instead, and is complete at once.
 
     Raises:
         OSError: it is on this host, and its holder is gone; or there is no descriptor left.
@@ -147,7 +159,10 @@ class Incoming:
             )
 
     def take(self, chunk: Chunk) -> None:
-        """Write a chunk down; an OSError: there is no memory for it, or it is not what comes next."""
+        """Write a chunk down.
+
+        Raises an OSError if there is no memory for it, or it is not the next one.
+        """
         rest = self._size - self._got
         if chunk.offset != self._got or not min(1, rest) <= len(chunk.data) <= rest:
             raise OSError(f"a memory of {self._size:,} bytes broke off at byte {self._got:,}")
@@ -158,16 +173,16 @@ class Incoming:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is here."""
+        """Return whether all of it is here."""
         return self._got == self._size
 
     @property
     def memory(self) -> Memory:
-        """It, for processes of this host."""
+        """Return it as processes of this host find it."""
         return Memory(os.getpid(), self.fd, self._size)
 
     def close(self) -> None:
-        """Give it back. Twice is harmless."""
+        """Close it. Twice is harmless."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
