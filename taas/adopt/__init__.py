@@ -1,17 +1,17 @@
-"""Programs as people have them, in ranks that are there already.
+"""Programs as people have them, run in ranks that exist already.
 
-``install`` is called once in each rank, before anything of the user's is unpickled, and ``finish``
-when the cell has ended. Nothing here starts a process, opens a connection or imports a library
-until the program needs it.
+``install`` is called once in each rank, before any of the user's objects is unpickled, and
+``finish`` when the cell has ended. Nothing here starts a process, opens a connection or imports a
+library until the program needs it.
 
-* ``rendezvous``: the rank's place and the run's store; whatever meeting point and backend a program
-  brings, the run's hold.
-* ``launchers``: they run their function in the ranks instead of new processes; rich's bars are
+* ``rendezvous``: the rank's position and the run's store, which replace the meeting point and the
+  backend of a program.
+* ``launchers`` run their function in the ranks instead of new processes; rich's bars become
   displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
-* ``downloads``: one rank downloads, the others find it there.
-* ``own_gpu``: which GPU is this rank's, in all of its threads.
-* ``waits``: which collective a rank waits in; waiting for other ranks in C code can be broken off.
+* ``downloads``: one rank downloads, and the others find the files.
+* ``own_gpu`` selects this rank's GPU in all of its threads.
+* ``waits`` knows in which collective a rank waits, and breaks off its waits in C code.
 """
 
 from __future__ import annotations
@@ -58,26 +58,32 @@ def install(membership: Membership, backend: str | None = None) -> None:
 
 
 def begin_run(address: StoreAddress) -> None:
-    """Be in the next run of kept ranks; another store than the last run's says that this one broke groups off."""
+    """Begin the next run of kept ranks.
+
+    If its store is another one than the last run's, that run broke groups off.
+    """
     if _meeting is not None and _meeting.membership.begin_run(address):
         data_parallel.close()
         _meeting.remake_group()
 
 
 def explain(error: BaseException) -> str | None:
-    """What is known here of an error that its user cannot know."""
+    """Explain an error with what only taas knows; None for other errors."""
     return None if _meeting is None else _meeting.explain(error)
 
 
 def break_off() -> None:
-    """Let this rank's waiting for other ranks fail: it is to end. For a thread other than the one that waits."""
+    """Let this rank's waits for other ranks fail, because it is to end.
+
+    Another thread than the waiting one calls this.
+    """
     if _meeting is not None:
         me = _meeting.membership
         me.waits.break_off(me.address, me.leave_store())
 
 
 def finish(*, failed: bool = False) -> None:
-    """Close what the program left open; bounded, whatever state the other ranks are in.
+    """Close what the program left open, in bounded time, whatever state the other ranks are in.
 
     A rank whose cell has ``failed`` does not wait for the others.
     """

@@ -1,14 +1,14 @@
-"""``nn.DataParallel`` in a run of several ranks: one process a GPU, with DataParallel's own meaning.
+"""Runs ``nn.DataParallel`` in several ranks, one process for each GPU, with its own meaning.
 
-Natively it copies the module to every GPU, gives each copy a slice of the batch, and gathers the
-outputs. Here the copies are the ranks. Every rank runs the whole program and loads the whole batch;
-inside the wrapped module it computes its slice only; outputs are gathered, so the loss is that of
-the whole batch on every rank, and gradients are summed once on the way back (``replica_group``).
-Parameters, buffers and random states are rank 0's from the wrap on; buffers stay replica 0's, as
-DataParallel keeps them.
+DataParallel itself copies the module to every GPU, gives each copy a slice of the batch, and
+gathers the outputs. Here the ranks are the copies. Every rank runs the whole program and loads the
+whole batch, but inside the wrapped module it computes only its slice. The outputs are gathered, so
+that the loss is that of the whole batch on every rank, and the gradients are summed once on the way
+back (``replica_group``). When a module is wrapped, all ranks take over rank 0's parameters, buffers
+and random states. Buffers stay those of replica 0, as with DataParallel.
 
-The class is changed in place: ``isinstance(model, nn.DataParallel)``, subclasses and instances that
-came with the notebook's names all hold.
+The class is changed in place, so that ``isinstance(model, nn.DataParallel)``, subclasses, and
+instances that came with the notebook's names all work.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Replicas:
         """Above 0 while a replica's pass is computed."""
         self._passes = 0
         self.group: ReplicaGroup | None = None
-        # The one before, which has ended. Its destructor can wait, holding the GIL, for threads of
-        # gloo's that may want the GIL to give back the last collective's tensors; once there is
-        # another one they have long been done.
+        # The group before this one, which has ended. Its destructor holds the GIL and can wait for
+        # threads of gloo, which may need the GIL to give back the last collective's tensors. When
+        # there is a new group, they have finished long ago.
         self.past: ReplicaGroup | None = None
-        # by module its number in the program, and where that had put it, if that is another rank's
-        # GPU
+        # Each module's number in the program, and the device on which the program had put it, if
+        # that is another rank's GPU.
         self._modules: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device | None]] = (
             weakref.WeakKeyDictionary()
         )
@@ -86,11 +86,15 @@ class Replicas:
 
     @property
     def cuda(self) -> bool:
-        """Whether ranks compute on GPUs."""
+        """Return whether ranks compute on GPUs."""
         return not self.membership.rehearsed and torch.cuda.is_available()
 
     def _connected(self) -> ReplicaGroup:
-        """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
+        """Return the ranks' group.
+
+        It is made when the program first needs it, and again after the program has destroyed all
+        groups.
+        """
         if self.group is None or self.group.ended:
             self.past, self.group = (
                 self.group or self.past,
@@ -99,10 +103,12 @@ class Replicas:
         return self.group
 
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
-        """Make a module that is to be divided the same on every rank; return its number, and where it was meant to be.
+        """Make a module that is to be divided the same on every rank.
 
-        ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own, so it
-        is moved there.
+        Returns its number, and the device that the program meant, if that is another one.
+
+        Programs call ``model.to("cuda:0")``. With one process for each GPU every rank needs its own
+        GPU, so the module is moved there.
         """
         known, device = self._modules.get(module), _device_of(module)
         number, home = known or (len(self._modules), None)
@@ -119,9 +125,11 @@ class Replicas:
         return number, home
 
     def forward(self, module: nn.Module, batch: Batch, dim: int, home: torch.device | None) -> Any:
-        """The module's output for the whole batch, of which this rank computes its slice along ``dim``.
+        """Return the module's output for the whole batch, divided along ``dim``.
 
-        It goes ``home``, or where the program had put the module.
+        This rank computes its slice.
+
+        The output goes to ``home``, or to the device on which the program had put the module.
 
         Raises:
             RanksDisagree: the ranks have different batches.
@@ -169,7 +177,10 @@ _replicas: Replicas | None = None
 
 
 def install(membership: Membership) -> None:
-    """Change ``nn.DataParallel`` and ``data_parallel`` in this process; ``world_size`` must be above 1."""
+    """Change ``nn.DataParallel`` and ``data_parallel`` in this process.
+
+    ``world_size`` must be above 1.
+    """
     global _replicas
     replicas = _replicas = Replicas(membership)
     _change_class(nn.DataParallel, replicas)
@@ -181,7 +192,7 @@ def install(membership: Membership) -> None:
 
 
 def close() -> None:
-    """Leave the replicas' group, if the program made one."""
+    """Leave the replicas' group, if the program has made one."""
     if _replicas is not None and _replicas.group is not None:
         in_time(CLOSE_SECONDS, _replicas.group.close)
         _replicas.past, _replicas.group = _replicas.group, None
@@ -206,7 +217,7 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
         )
         given = output_device is not None and replicas.cuda
         self._taas_home = torch.device(output_device) if given else None
-        # One device is no parallelism: natively the module just runs there.
+        # With one device there is no parallelism: the module just runs there.
         self._taas_whole = device_ids is not None and len(device_ids) == 1
         if not self._taas_whole:
             replicas.take_in(module)
@@ -225,13 +236,13 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
                 " the cell in one process (#!TYPE without --gpus), which sees all GPUs of the"
                 " machine."
             )
-        # An instance that the notebook made without a GPU has no ``dim``.
+        # An instance that the notebook has made without a GPU has no ``dim``.
         home = getattr(self, "_taas_home", None)
         return replicas.forward(self.module, (inputs, kwargs), getattr(self, "dim", 0), home)
 
     cls.__init__, cls.forward = in_rank(cls.__init__, init), in_rank(cls.forward, forward)
     cls.__taas_unwrap__ = True
-    cls.forward._torchdynamo_disable = True  # its collectives are no graph's business
+    cls.forward._torchdynamo_disable = True  # its collectives do not belong in a graph
 
 
 def _data_parallel(
@@ -269,7 +280,7 @@ def _device_of(module: nn.Module) -> torch.device:
     return first.device if first is not None else torch.device("cpu")
 
 
-# --------------------------- one forward pass: compute the own slice, agree with the others, gather
+# --------------------------- one forward pass: compute the slice, agree with other ranks, gather
 
 
 class ReplicaPass:
@@ -284,9 +295,9 @@ class ReplicaPass:
         self._number, module_number = place
         mode = "training" if module.training else "evaluating"
         self._place = f"module {module_number}, {mode}{'' if self._grad else ', without gradients'}"
-        # what it tells the others, beside the batch: the outputs' shapes, and whether they have
-        # gradients; which buffers replica 0 may have changed, of no meaning from others; class and
-        # text of an exception
+        # What it tells the other ranks, beside the batch: the outputs' shapes, and whether they
+        # have gradients; which buffers replica 0 may have changed (other replicas' are ignored);
+        # class and text of an exception.
         self._outputs: list[tuple[tuple[int, ...], bool]] = []
         self._buffers: list[str] = []
         self._failure: tuple[str, str] | None = None
@@ -297,15 +308,15 @@ class ReplicaPass:
         self._error: Exception | None = None
 
     def compute(self) -> None:
-        """Run the module on this rank's slice; an exception is kept until the others know of it.
+        """Run the module on this rank's slice; keep an exception until the other ranks know it.
 
-        A rank for which no sample is left runs it on replica 0's, and gives nothing of it: so all
-        have one structure, and one graph.
+        A rank without samples runs it on replica 0's slice and drops the output, so that all ranks
+        have the same structure and the same graph.
         """
         slices, weights = self._enter()
         own_args, own_kwargs = map_tensors(self._batch, lambda _: slices.pop(0))
-        # Replica 0 alone works on the module's own buffers; what a forward pass puts in their place
-        # is lost, as in DataParallel.
+        # Only replica 0 works on the module's own buffers. Changes that other replicas make to
+        # their buffers are lost, as in DataParallel.
         buffers = dict(self._module.named_buffers())
         versions = {name: buffer._version for name, buffer in buffers.items()}
         weights |= (
@@ -323,9 +334,9 @@ class ReplicaPass:
                 )
             self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
         except Exception as error:
-            # every rank must hear of it, or the others would wait in the exchange
+            # Every rank must know of it, or the others would wait in the exchange.
             self._error, self._failure = error, (type(error).__name__, text_of(error))
-        # Batch norm's kernels update running statistics without a new version, so while training
+        # Batch norm's kernels update running statistics without a new version. So while training,
         # small buffers count as changed; a large one (a mask, a table of positions) is no
         # statistic.
         self._buffers = [
@@ -336,14 +347,17 @@ class ReplicaPass:
         ]
 
     def _enter(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Bring batch and parameters across; returns the replica's inputs, and its parameters that have gradients, by name."""
+        """Bring batch and parameters into the replica.
+
+        Returns its inputs, and those of its parameters that have gradients, by name.
+        """
         tensors, ways, mine = (
             tensors_of(self._batch),
             self._ways,
             0 if self._idle else self._group.rank,
         )
-        # Copies: a module that changes its input in place would change the batch, differently on
-        # each rank.
+        # They are copies, because a module that changes its input in place would change the batch,
+        # and differently on each rank.
         slices = [
             (tensor if way is None else way.of(tensor, mine))
             .detach()
@@ -389,7 +403,8 @@ class ReplicaPass:
         if self._error is not None:
             raise self._error
         if failed:
-            # That rank raises the error itself, with its traceback; it goes first.
+            # That rank raises the error itself, with its traceback, and should be the first to
+            # fail.
             threading.Event().wait(GRACE_SECONDS)
             name, text = failures[failed[0]]
             raise _error_class(name)(
@@ -401,7 +416,7 @@ class ReplicaPass:
         return self._gather(outputs)
 
     def _gather(self, described: Sequence[Sequence[tuple[tuple[int, ...], bool]]]) -> Any:
-        """Join the ranks' outputs, those that some rank has a gradient for in one crossing."""
+        """Join the ranks' outputs, those with gradients in one crossing."""
         if len(counts := {len(outputs) for outputs in described}) > 1:
             raise CannotAdopt(
                 f"The replicas of nn.DataParallel returned different numbers of tensors ({counts}),"
@@ -442,14 +457,17 @@ class ReplicaPass:
         return Outward.apply(crossing, self._token, *rows)  # type: ignore[no-any-return]
 
     def _way(self, shapes: Sequence[tuple[int, ...]]) -> Slices:
-        """How an output is divided over the ranks; each adds its rows, or a scalar, which is one."""
+        """Return how an output is divided over the ranks: each adds its rows, or one scalar."""
         dim = self._dim if shapes[0] else 0
         rows = [shape[dim] if shape else 1 for shape in shapes[: self._replicas]]
         return Slices((*rows, *(0,) * (len(shapes) - self._replicas)), dim)
 
 
 def _described(batch: Any) -> tuple[str, int]:
-    """The shapes of a batch's tensors, and a number that differs, as good as surely, where two ranks' batches differ."""
+    """Return the shapes of a batch's tensors, and a number that depends on their content.
+
+    The numbers of two different batches are almost certainly different.
+    """
     tensors, plain = tensors_of(batch), [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
     number = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors], plain)).encode())
     for part in [_some(t.detach()) for t in tensors if t.layout == torch.strided]:
@@ -461,15 +479,15 @@ def _described(batch: Any) -> tuple[str, int]:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Bytes of some elements spread over the tensor, as a flat ``uint8`` tensor on its device."""
-    # Of some rows only: a transposed tensor is copied.
+    """Return the bytes of some elements spread over the tensor, as a flat ``uint8`` tensor."""
+    # Only some rows are read, because reshaping a transposed tensor copies it.
     rows = tensor[:: max(1, tensor.shape[0] // SAMPLED_ROWS)] if tensor.dim() else tensor
     flat = rows.reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8)
 
 
 def _error_class(name: str) -> type[Exception]:
-    """The exception class of that name, for a program that catches it; where in doubt, RuntimeError."""
+    """Return the exception class of a name, for programs that catch it, or RuntimeError."""
     found = getattr(torch, name, None) or getattr(builtins, name, None)
     known = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError)
     return found if isinstance(found, type) and issubclass(found, known) else RuntimeError

@@ -1,14 +1,13 @@
-"""One rank downloads, the others find it there.
+"""One rank downloads, and the other ranks find the files.
 
-Half of the runs break in which several ranks download one MNIST into one folder: the second finds
-the files of the first half written. Here the datasets of torchvision that are made with
-``download=True``, ``torchvision.datasets.utils``' download functions, and those of ``torch.hub``
-take turns.
+When several ranks download MNIST into one folder, half of the runs break: the second rank finds the
+half-written files of the first one. Here torchvision's datasets with ``download=True``, the
+download functions of ``torchvision.datasets.utils``, and those of ``torch.hub`` take turns.
 
-Inside the project the first is rank 0, the only rank that writes there; outside it is the first
-rank of each VM. The others wait until it has ended, through the run's store; then they go on
-together, or, if it failed or wrote where they cannot see, one after another. A lock keeps out other
-runs of this user that write meanwhile. Every wait is bounded.
+Inside the project rank 0 comes first, because only rank 0 writes there; outside it the first rank
+of each VM. The others wait through the run's store until it has ended. Then they continue together
+or, if it failed or wrote where they cannot see it, one after another. A lock keeps out this user's
+other runs meanwhile. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from taas.adopt.rendezvous import Membership
 from taas.import_hooks import after_import
 
 TO_FOLDER = ("download_url", "download_and_extract_archive", "download_file_from_google_drive")
-BEGIN_SECONDS = 30.0  # for the first rank to come; one that never does must not hold up the others
+BEGIN_SECONDS = 30.0  # for the first rank to come; if it never does, the others must continue
 END_SECONDS = 3600.0
 
 
 def install(membership: Membership) -> None:
-    """Take turns at downloads in this process; torchvision's when it is imported."""
+    """Take turns at downloads in this process; adopt torchvision when it is imported."""
     turns = Turns(membership)
     hub = sys.modules["torch.hub"]
     _adopt_functions(hub, ("download_url_to_file",), turns)
@@ -51,7 +50,7 @@ def install(membership: Membership) -> None:
 
 
 def _adopt_functions(module: ModuleType, names: Iterable[str], turns: Turns) -> None:
-    """Let functions be turns whose first two arguments are what they download, and where to."""
+    """Make functions take turns whose first two arguments are source and target."""
 
     def adopted(native: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(native)
@@ -60,7 +59,7 @@ def _adopt_functions(module: ModuleType, names: Iterable[str], turns: Turns) -> 
             source, target, *_ = signature.bind(*args, **kwargs).arguments.values()
             place = Path(target).expanduser()
             with turns.take(place, f"the download of {source}") as done:
-                # Not even a second extraction: the first rank may be reading the files already.
+                # Not even extract them again: the first rank may be reading the files already.
                 return None if done and place.exists() else native(*args, **kwargs)
 
         return turns.membership.in_rank(native, download)
@@ -91,7 +90,10 @@ def _adopt_datasets(base: Any, turns: Turns) -> None:
 
 
 def _adopt_dataset(cls: Any, turns: Turns) -> None:
-    """Let the whole of ``__init__`` be a turn: it looks for the files before it downloads them."""
+    """Make the whole of ``__init__`` a turn.
+
+    It looks for the files before it downloads them.
+    """
     native = cls.__dict__.get("__init__")
     if native is None or "download" not in (signature := inspect.signature(native)).parameters:
         return
@@ -125,10 +127,10 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self, place: Path, what: str) -> Iterator[bool]:
-        """Wait for this rank's turn at ``place``, and have it inside; gives whether it is done already, where it is seen.
+        """Wait for this rank's turn at ``place``; yield whether ``what`` is done and visible there.
 
-        ``what`` is done there, in words that are the same on every rank. TimeoutError: somebody has
-        held the place for an hour.
+        ``what`` names the download in words that are the same on every rank. Raises a TimeoutError
+        if another process has had its turn for an hour.
         """
         if hasattr(self._own, "done"):  # within another turn of this thread
             yield self._own.done
@@ -153,7 +155,7 @@ class Turns:
                 me.store(name).set("ended", ended)
 
     def _await(self, name: str, leader: int, what: str) -> bool:
-        """Whether the first rank has done it, when it has ended or nothing more is to be expected of it."""
+        """Wait until the first rank has ended, or will not come; return whether it succeeded."""
         me = self.membership
         if not me.wait_for(name, "begun", BEGIN_SECONDS):
             return False
@@ -170,12 +172,15 @@ def _is_inside(place: Path, project: Path) -> bool:
 
 
 def _locked(place: Path, project: Path) -> contextlib.AbstractContextManager[Any]:
-    """Hold the lock of a place, which lies outside of the project: not every rank may write there."""
+    """Return the lock of a place.
+
+    It lies outside the project, because not every rank may write there.
+    """
     folder = Path(jupyter_runtime_dir(), "taas-locks")
     if _is_inside(folder, project):
         folder = Path(tempfile.gettempdir(), f"taas-locks-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # anybody may make a name in /tmp first
+    if folder.lstat().st_uid != os.getuid():  # another user may have made it in /tmp first
         raise PermissionError(
             f"{folder}, where your runs wait for each other's downloads, was made by another user,"
             " who could hold them up. Have it removed, or set TMPDIR or JUPYTER_RUNTIME_DIR to a"

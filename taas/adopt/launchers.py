@@ -1,19 +1,19 @@
-"""Launchers in ranks that are there already, and other libraries' as the program imports them.
+"""Adopts launchers of processes: their functions run in the ranks that exist already.
 
-A program written for one process per GPU starts these processes itself. In a rank that would give N
-times N of them. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` and then
-waits, as the parent does, until all have run it. A run of one rank, a process that sees all GPUs of
-its type, starts real children.
+A program written for one process per GPU starts these processes itself. In N ranks that would be N
+times N processes. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` and then
+waits, like the parent, until all have run it. A run with one rank, which sees all GPUs of its
+instance type, starts real children.
 
-What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may
+Two differences from real children cannot be hidden: ``args`` are not copied, so that ``fn`` may
 change them; and a spawn that doesn't train (a pool that prepares data) looks like one that does.
-What processes would share (a queue, a tensor in shared memory, an event) is refused by name.
-``multiprocessing.Process``, ``Pool`` and DataLoader workers are never touched, and a launcher
-started as a command of its own (``!torchrun``) is not seen here; a rehearsal refuses it.
+Arguments that processes would share (a queue, a tensor in shared memory, an event) are refused by
+name. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are not changed. A launcher that
+is started as a command (``!torchrun``) is not seen here; a rehearsal refuses it.
 
-Lightning needs nothing to find its ranks (torchrun's environment is there) but the number of VMs,
-and its strategies that fork (``ddp_notebook``, ``ddp_spawn``) must not. rich's live displays become
-IPython's.
+Lightning finds its ranks by torchrun's environment, and only needs the number of VMs; its
+strategies that fork (``ddp_notebook``, ``ddp_spawn``) are kept from forking. rich's live displays
+become IPython's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FORKING_LIGHTNING = (
 
 
 def install(membership: Membership, rendezvous: Rendezvous) -> None:
-    """Adopt ``torch.multiprocessing``'s launchers in this process, and other libraries' when they are imported."""
+    """Adopt ``torch.multiprocessing``'s launchers, and other libraries' when they are imported."""
     adopter = Adopter(membership, rendezvous)
     spawn_module.start_processes = mp.start_processes = _start_processes(membership, adopter)
     after_import("rich.live", _adopt_rich)
@@ -95,7 +95,10 @@ def _start_processes(membership: Membership, adopter: Adopter) -> Callable[..., 
     ) -> ProcessContext | None:
         if membership.world_size == 1 and nprocs > 1:
             with _without_torchrun_variables():
-                return native(fn, args, nprocs, join, daemon, start_method)  # type: ignore[no-any-return]
+                context: ProcessContext | None = native(
+                    fn, args, nprocs, join, daemon, start_method
+                )
+            return context
         adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args), args)
         return None if join else ProcessContext([], [])  # all have ended, and well
 
@@ -150,7 +153,7 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
 
 
 class Adopter:
-    """Runs a function that a program wants in N new processes, in the ranks of the run."""
+    """Runs a function in the ranks that a program wants to run in N new processes."""
 
     def __init__(self, membership: Membership, rendezvous: Rendezvous) -> None:
         self.membership = membership
@@ -160,9 +163,11 @@ class Adopter:
     def run(
         self, what: str, processes: int, body: Callable[[int], object], args: Sequence[Any]
     ) -> None:
-        """Call ``body(local_rank)`` in the first ``processes`` ranks of each VM; return when all have ended.
+        """Call ``body(local_rank)`` in the first ``processes`` ranks of each VM.
 
-        ``what`` is the launcher's name, for messages; ``args`` are what the body gets besides.
+        Returns when all have ended.
+
+        ``what`` is the launcher's name, for messages; ``args`` are the body's other arguments.
 
         Raises:
             CannotAdopt: more processes than ranks on a VM, one launcher inside another, or an
@@ -184,19 +189,19 @@ class Adopter:
                 raise
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
-        # As long as the training, which has no limit. An interrupt of the cell breaks it off, since
-        # it is Python that waits; the agent's end of the run ends it with its rank, and a rank that
-        # is lost is the end of the run.
+        # This waits as long as the training takes, without a limit. An interrupt of the cell breaks
+        # it off, since Python code waits. When a rank is lost, the agent ends the run, and this
+        # rank.
         self.membership.wait_for(prefix, ENDED)
         if failure := store.get(ENDED).decode():
-            # The rank that failed is about to end the run with its own traceback, which says more
-            # than this error. It is raised for a program that caught that one.
+            # The rank that failed will end the run with its own traceback, which says more than
+            # this error. This one is raised in case that the program has caught that error.
             threading.Event().wait(GRACE_SECONDS)
             rank, _, text = failure.partition(" ")
             raise ProcessRaisedException(
                 f"rank {rank} failed in {what}: {text}", int(rank), os.getpid()
             )
-        if not had_group:  # a group made in a process goes with it
+        if not had_group:  # a group that a real process makes ends with it
             close_default_group()
 
     def _refuse(self, what: str, processes: int, args: Sequence[Any]) -> None:
@@ -224,7 +229,7 @@ class Adopter:
 
     @contextlib.contextmanager
     def _as_process_of(self, what: str, processes: int) -> Iterator[None]:
-        """Be one of ``processes`` per VM: the environment and the process group have that size."""
+        """Be one of ``processes`` per VM: environment and process group have that size."""
         me = self.membership
         place = {
             "RANK": str(me.node * processes + me.local_rank),
@@ -235,7 +240,7 @@ class Adopter:
         try:
             with _environment(place):
                 yield
-        except SystemExit as leaving:  # a child may end so, and the parent goes on
+        except SystemExit as leaving:  # a child may end so, and its parent continues
             if leaving.code not in (None, 0):
                 raise
         finally:
@@ -243,14 +248,14 @@ class Adopter:
 
 
 def _without_torchrun_variables() -> contextlib.AbstractContextManager[None]:
-    """Start children inside that are no ranks of this run, and must not take themselves for one."""
+    """Start children inside that are no ranks, and must not think they are."""
     elastic = (name for name in os.environ if name.startswith("TORCHELASTIC_"))
     return _environment(dict.fromkeys((*TORCHRUN_VARIABLES, *elastic)))
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Have these variables inside, and those that are None not; then as they were."""
+    """Set these variables inside, and remove those that are None; restore all afterwards."""
     before = {name: os.environ.pop(name, None) for name in variables}
     os.environ.update({name: value for name, value in variables.items() if value is not None})
     try:
@@ -262,10 +267,10 @@ def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# ---------------------------------------------------------------- what its processes would share
+# ---------------------------------------------------------------- what processes would share
 
 _COLLECTED = 64 << 20
-"""Bytes: a larger tensor in shared memory is a data set, which is only read."""
+"""A tensor in shared memory with more bytes than this is a data set, which is only read."""
 _SHARED = (
     *(managers.BaseProxy, queues.Queue, queues.SimpleQueue),
     *(synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase),
@@ -282,8 +287,8 @@ def _is_shared(arg: Any) -> bool:
 
 # ---------------------------------------------------------------- live displays
 #
-# rich's progress bars, and so Lightning's ``RichProgressBar``. In a notebook rich draws them into a
-# widget of ipywidgets, where that is installed, and the widget needs the kernel that made it. Here
+# These are rich's progress bars, and so Lightning's ``RichProgressBar``. In a notebook rich draws
+# them into a widget, if ipywidgets is installed, and a widget needs the kernel that made it. Here
 # each is one IPython display that is updated, which any front end shows.
 
 

@@ -1,7 +1,7 @@
-"""A rank's own GPU, in all of its threads.
+"""Selects a rank's own GPU in all of its threads.
 
-CUDA's current device belongs to a thread, and a new thread begins with GPU 0. Whatever it asks of
-CUDA, be it whether a stream is idle, is answered for GPU 0 and gives the process a context there:
+Each thread has its own current device of CUDA, and a new thread begins with GPU 0. Whatever it asks
+of CUDA, even whether a stream is idle, is answered for GPU 0 and gives the process a context there:
 half a GB of GPU 0 for each rank above 0. So the rank's own GPU is selected in the thread in which
 the program first uses CUDA, and made current in threads that taas starts.
 
@@ -23,7 +23,7 @@ import torch
 
 @dataclass
 class _Own:
-    """The GPU that is this rank's.
+    """The GPU of this rank.
 
     Attributes:
         name: as CUDA_VISIBLE_DEVICES names it; empty where this rank has all GPUs of its VM.
@@ -39,7 +39,10 @@ _own: _Own | None = None
 
 
 def install(name: str = "") -> None:
-    """Let this process, a rank with GPUs, select one of them when its program first uses CUDA; without a name, none."""
+    """Let this process, a rank with GPUs, select ``name`` when its program first uses CUDA.
+
+    Without a name it selects none.
+    """
     global _own
     _own = _Own(name)
     if name:
@@ -48,7 +51,10 @@ def install(name: str = "") -> None:
 
 
 def _select() -> None:
-    """Select the GPU, in the thread that uses CUDA first; a program may have hidden the other ones, or this one, before."""
+    """Select the GPU in the thread that uses CUDA first.
+
+    The program may have hidden other GPUs, or this one, before.
+    """
     assert _own is not None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if _own.name in visible[: torch.cuda.device_count()]:
@@ -57,9 +63,11 @@ def _select() -> None:
 
 
 def _select_before_pinning() -> None:
-    """Pinning uses CUDA from C++, which does not ask Python which device to select: that is done before.
+    """Select the GPU before a program pins memory.
 
-    DataLoaders (``pin_memory=True``) and registered ones pin by this method, too.
+    Pinning uses CUDA from C++, which does not ask Python which device to select.
+
+    DataLoaders (``pin_memory=True``) and registered loaders also pin by this method.
     """
     native: Any = torch.Tensor.pin_memory
     rank = os.getpid()
@@ -74,7 +82,10 @@ def _select_before_pinning() -> None:
 
 
 def with_contexts() -> list[int]:
-    """Return the devices on which this process has a context: asking anything of another one would make one there."""
+    """Return the devices on which this process has a context.
+
+    Asking anything of another device would make a context there.
+    """
     if _own is None or not torch.cuda.is_initialized():
         return []
     return [
@@ -86,7 +97,10 @@ def with_contexts() -> list[int]:
 
 @contextlib.contextmanager
 def current() -> Iterator[None]:
-    """Make the rank's own GPU the current one in this thread, where the program uses it; for threads of taas."""
+    """Make the rank's own GPU current in this thread, if the program uses it.
+
+    For threads of taas.
+    """
     used = with_contexts()
     if not used:
         yield
@@ -97,11 +111,11 @@ def current() -> Iterator[None]:
 
 
 def give_back_unused() -> int:
-    """Give the memory that no tensor has to the driver, for others to use; returns the bytes that this process still holds."""
+    """Give memory that no tensor has back to the driver; return the bytes still held."""
     used = with_contexts()
     if not used:
         return 0
-    # a kernel has failed on that GPU: what it holds ends with the process
+    # after a failed kernel the memory is only freed at the end of the process
     with contextlib.suppress(RuntimeError):
         torch.cuda.empty_cache()
     return sum(torch.cuda.memory_reserved(number) for number in used)

@@ -1,15 +1,15 @@
-"""This rank's place in the run, the run's store, and one rendezvous for every program: the run's own.
+"""This rank's position in the run, the run's store, and one rendezvous for every program.
 
 Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a
-shared file. Two runs on one machine would meet there, and a port that was free a moment ago is a
-race. In a rank all of them lead to the run's store instead, which the agent opened before the rank
-had its order (agent/torchrun.py).
+shared file. Two runs on one machine would meet there, and a port that was free a moment ago may be
+taken. In a rank all of them lead to the run's store instead, which the agent has opened before the
+rank got its order (agent/torchrun.py).
 
-The seam is torch's table of rendezvous handlers. Whoever calls ``init_process_group``, by whatever
-name it was imported, and ``init_device_mesh`` and RPC as well, pass through it; a store passed in
-by the program does not, and is left alone. Each group gets keys of its own, counted per size, so
-that a group may be destroyed and made again, and groups of fewer ranks don't disturb the count of
-the others.
+torch's table of rendezvous handlers makes that possible. All calls of ``init_process_group``, by
+whatever name it was imported, of ``init_device_mesh`` and of RPC use it; a store that the program
+passes in does not, and is not changed. Each group has its own keys, which are counted for each
+size, so that a group may be destroyed and made again, and groups of fewer ranks don't change the
+count of the others.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ FOREVER = float("inf")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 DESTROY_SECONDS = 10.0
 _OF_A_GROUP = ("timeout", "device_id")
-"""What of a call of ``init_process_group`` holds for a group that takes the place of the one that
-it made.
+"""The arguments of ``init_process_group`` that are used again for a group that replaces the first.
 """
 PART_SECONDS = 2.0
-YOUNG_SECONDS = 10.0  # so long after they met, all ranks have connected
+YOUNG_SECONDS = 10.0  # after a rendezvous; then all ranks have connected
 
 
 @dataclass
 class Membership:
-    """This process's place in the run, and how it talks to the run's store.
+    """This process's position in the run, and its access to the run's store.
 
-    Children that it forks (DataLoader workers) inherit every patch, and for them each one steps
-    aside: they are no members.
+    Children that it forks (DataLoader workers) are no members. They inherit every patch, but the
+    patches call the original functions there.
     """
 
     rank: int  # global
@@ -82,28 +81,28 @@ class Membership:
     _numbers: Counter[str] = field(default_factory=Counter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a child that is started afresh knows: it tells nothing, and has no connection."""
+        """Return the state for a child that is started afresh, without notices and connections."""
         return {**self.__dict__, "notice": None, "waits": Waits(), "_client": None, "_files": {}}
 
     @property
     def active(self) -> bool:
-        """Whether this is the rank itself, and not a child that it forked."""
+        """Return whether this is the rank itself, and not a child that it has forked."""
         return os.getpid() == self.pid
 
     @property
     def node(self) -> int:
-        """Number of this VM in the run."""
+        """Return the number of this VM in the run."""
         return self.rank // self.local_world_size
 
     @property
     def nodes(self) -> int:
-        """VMs of the run."""
+        """Return the number of VMs of the run."""
         return self.world_size // self.local_world_size
 
     def in_rank(self, native: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that is ``ours`` in the rank itself, and the native one in its children.
+        """Return a function that is ``ours`` in the rank itself, and ``native`` in its children.
 
-        It bears the native one's name, by which a notebook that imports it gets its own back.
+        It has the native function's name, so that a notebook which imports it gets its own back.
         """
 
         @functools.wraps(native)
@@ -119,7 +118,10 @@ class Membership:
             self.notice(text)
 
     def begin_run(self, address: StoreAddress) -> bool:
-        """Be a member of the next run of kept ranks; returns whether that has another store, as after a failure."""
+        """Join the next run of kept ranks.
+
+        Returns whether that has another store, as after a failure.
+        """
         self._told.clear()
         if address == self.address:
             return False
@@ -129,12 +131,15 @@ class Membership:
         return True
 
     def numbered(self, what: str) -> str:
-        """Return a prefix for the store: each rank's first, second, … use of it meets those of the others."""
+        """Return a prefix for the store that counts uses.
+
+        Each rank's n-th use meets the n-th use of the other ranks.
+        """
         self._numbers[what] += 1
         return f"{what}/{self._numbers[what]}"
 
     def store(self, prefix: str) -> Store:
-        """The run's store, with keys under ``prefix``.
+        """Return the run's store, with keys under ``prefix``.
 
         On one machine each prefix has a file of its own, so that groups do not wait for each
         other's locks. On several, all share one connection, as torch's own groups do: each new one
@@ -158,7 +163,7 @@ class Membership:
         return Path(self.address.folder, quote(prefix, safe=""))
 
     def leave_store(self) -> list[Path]:
-        """Forget the store as it is open here, to open it anew; returns the files that it is."""
+        """Forget the open store, so that it is opened anew; return its files."""
         files = [self._file(prefix) for prefix in self._files]
         self._client = None
         self._files.clear()
@@ -167,8 +172,8 @@ class Membership:
     def wait_for(self, prefix: str, key: str, seconds: float = FOREVER) -> bool:
         """Wait until ``key`` is set under ``prefix``; ``False`` if it isn't after ``seconds``.
 
-        Asks again and again: the store's own wait is C++, deaf to an interrupt of the cell, and
-        holds the connection.
+        This polls, because the store's own wait is C++ code that no interrupt of the cell reaches,
+        and it blocks the connection.
         """
         store, until, pause = self.store(prefix), time.monotonic() + seconds, SHORTEST_PAUSE
         while not store.check([key]):
@@ -180,7 +185,7 @@ class Membership:
 
 
 def in_time(seconds: float, close: Callable[[], object]) -> None:
-    """Close something in a thread, which may wait for ever; after some seconds it is left to itself."""
+    """Close something in a thread, which may wait for ever, and stop waiting after some seconds."""
     closer = threading.Thread(target=close, name="taas-closes", daemon=True)
     closer.start()
     closer.join(seconds)
@@ -192,8 +197,8 @@ class Rendezvous:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.span = membership.local_world_size
-        """How many ranks of each VM take part; all of them, except inside an adopted ``mp.spawn``
-        of fewer processes.
+        """How many ranks of each VM take part: all, except inside an ``mp.spawn`` of fewer
+        processes.
         """
         self.translated = False
         """Whether the last group was asked for in the numbers of one VM, in a run of several."""
@@ -203,12 +208,12 @@ class Rendezvous:
         self._asked_for: Arguments = {}
 
     def note(self, arguments: Arguments) -> None:
-        """Note what the program asked of its default group, to make it anew as it was."""
+        """Note the arguments of the default group, so that it can be made again."""
         if self.membership.active and not dist.is_initialized():
             self._asked_for = {name: arguments[name] for name in _OF_A_GROUP if name in arguments}
 
     def meet(self, url: str) -> Meeting:
-        """The store, rank and world size for one process group.
+        """Return store, rank and world size for one process group.
 
         Raises:
             CannotAdopt: the program wants more processes than the run has ranks, or two ranks ask
@@ -240,13 +245,13 @@ class Rendezvous:
         return store, rank, size
 
     def leave(self, group: Any) -> None:
-        """Before a group is destroyed: see to it that no rank is still connecting to this one."""
+        """Let all ranks finish connecting before a group is destroyed."""
         whole = group is None or group is dist.group.WORLD
         if whole and self.membership.active and time.monotonic() - self._met < YOUNG_SECONDS:
             self.part()
 
     def part(self, *, alone: bool = False) -> None:
-        """Wait a moment for the other ranks of the last group to be done with it as well, unless ``alone``.
+        """Wait a moment until the other ranks are done with the last group, unless ``alone``.
 
         A rank that leaves right after ``init_process_group`` returned cuts off those that are still
         connecting.
@@ -257,7 +262,7 @@ class Rendezvous:
         self._parted = name
         if alone:
             return
-        # the store is gone, and so is whoever could be waited for
+        # the store is gone, and with it the ranks to wait for
         with contextlib.suppress(dist.DistError):
             store = self.membership.store(name)
             if store.add("parting", 1) == size:
@@ -265,7 +270,10 @@ class Rendezvous:
             self.membership.wait_for(name, "parted", PART_SECONDS)
 
     def remake_group(self) -> None:
-        """Make the default group anew that the end of the last cell broke off, if every rank had one."""
+        """Make the default group again that the end of the last cell broke off.
+
+        That is done if every rank had one.
+        """
         me, backend = self.membership, dist.get_backend() if dist.is_initialized() else ""
         self._last, self._parted = ("", 0), ""
         abort_nccl(nccl_backends())
@@ -295,7 +303,7 @@ class Rendezvous:
         )
 
     def explain(self, error: BaseException) -> str | None:
-        """What a store says that waited in vain is short: name the ranks that never came to the last group."""
+        """Explain a store's timeout by naming the ranks that have not come to the last group."""
         name, size = self._last
         if not (name and isinstance(error, RuntimeError) and "timeout" in text_of(error).lower()):
             return None
@@ -308,17 +316,20 @@ class Rendezvous:
         return f"rank(s) {names} had not come to this process group of {size}" if missing else None
 
     def _asked(self, url: str) -> tuple[int, int]:
-        """Rank and world size as the program gave them: in its call, else in the environment."""
+        """Return rank and world size as the program gave them.
+
+        It gave them in its call, or else in the environment.
+        """
         me, query = self.membership, parse_qs(urlparse(url).query)
         rank = query.get("rank", [os.environ.get("RANK", str(me.rank))])[0]
         size = query.get("world_size", [os.environ.get("WORLD_SIZE", str(me.world_size))])[0]
         return int(rank), int(size)
 
     def _placed(self, rank: int, size: int) -> tuple[int, int]:
-        """The place in the run of a program that counts one machine only.
+        """Return the rank and size in the run for a program that counts one machine only.
 
-        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. Numbered
-        through, the program trains on both.
+        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. With numbers
+        that run on over the VMs the program trains on both.
         """
         me = self.membership
         self.translated = me.nodes > 1 and (rank, size) == (me.local_rank, self.span)
@@ -361,7 +372,9 @@ def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
 
 
 def _leave_run(membership: Membership, url: str) -> None:
-    """In a child of the rank: let it meet its siblings where the program says, where no agent serves a store.
+    """Let a child of the rank meet its siblings at the program's own meeting point.
+
+    No agent serves a store there.
 
     Raises:
         CannotAdopt: every rank of the run would start such children, for groups that nobody meant.
@@ -382,7 +395,10 @@ def _leave_run(membership: Membership, url: str) -> None:
 
 
 def _number_samplers_through(rendezvous: Rendezvous) -> None:
-    """Let samplers follow a group that was numbered through, or both VMs would train on the same half."""
+    """Let samplers use the numbers of a group that runs on over the VMs.
+
+    Otherwise both VMs would train on the same half of the data.
+    """
     native = DistributedSampler.__init__
 
     def init(
@@ -403,7 +419,7 @@ def _number_samplers_through(rendezvous: Rendezvous) -> None:
 
 
 def close_default_group() -> None:
-    """Destroy a process group that the program left open, if that takes no longer than it may.
+    """Destroy a process group that the program left open, in bounded time.
 
     gloo's threads abort a process that exits with a group alive. NCCL may wait in its destructor
     for work that will never end.
@@ -413,10 +429,10 @@ def close_default_group() -> None:
 
 
 def choose_backend(backend: str) -> None:
-    """Use this backend wherever one is chosen (``--backend``), in the place of the one that a cell asks for.
+    """Use this backend for all groups (``--backend``), instead of one that a cell asks for.
 
-    It is a name, or one per device such as ``cpu:gloo,cuda:nccl``. In a rehearsal the rewritten
-    call is then the one that is rehearsed: ``nccl`` still becomes ``gloo``.
+    It is a name, or one for each device such as ``cpu:gloo,cuda:nccl``. In a rehearsal the
+    rewritten call is rehearsed, so that ``nccl`` still becomes ``gloo``.
 
     Raises:
         HeaderError: this torch was built without it.

@@ -1,18 +1,18 @@
-"""What DataParallel's replicas exchange: messages, and tensors that autograd follows; how a batch is divided.
+"""What DataParallel's replicas exchange: messages, and tensors that autograd follows.
 
-The process group is not torch's default one, which belongs to the program and may never exist, but
-it is made and known as torch's own are: its backends are those that torch chooses, and what ends or
+The process group is not torch's default one, which belongs to the program and may never exist. But
+it is made and registered like torch's own groups: torch chooses its backends, and code that ends or
 breaks off all groups finds it. Messages and CPU tensors go through gloo, CUDA tensors through NCCL,
-or through gloo where ranks share a GPU, which NCCL refuses.
+or through gloo if ranks share a GPU, which NCCL refuses.
 
 Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside,
 each rank has its own slice of the batch. The graph that autograd sees in one rank::
 
-                    ┌────────┐  copies  ┌────────┐  rows of this rank  ┌─────────┐
-    parameters ────►│        ├─────────►│ module ├────────────────────►│         │  rows of all ranks
-    inputs ────────►│ Inward │  slices  └────────┘                     │ Outward ├──────────────────► loss
-                    │        ├────────────── token ───────────────────►│         │
-                    └────────┘                                         └─────────┘
+                ┌────────┐ copies ┌────────┐ rows of this rank ┌─────────┐
+    parameters ►│        ├───────►│ module ├──────────────────►│         │ rows of all ranks
+    inputs ────►│ Inward │ slices └────────┘                   │ Outward ├──────────────────► loss
+                │        ├──────────── token ─────────────────►│         │
+                └────────┘                                     └─────────┘
 
 Forward, ``Inward`` copies a parameter, or takes this rank's slice of an input; ``Outward`` joins
 the ranks' slices of an output. Backward, ``Outward`` takes this rank's slice of the output's
@@ -54,7 +54,10 @@ TORCHS: Any = dist.distributed_c10d
 
 
 class ReplicaGroup:
-    """Collectives over all ranks of the run; every rank must call the same ones in the same order."""
+    """Collectives over all ranks of the run.
+
+    Every rank must call the same ones in the same order.
+    """
 
     def __init__(self, membership: Membership, *, cuda: bool) -> None:
         self.rank, self.size = membership.rank, membership.world_size
@@ -73,26 +76,28 @@ class ReplicaGroup:
         )
         TORCHS._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
         self._carried: list[Tensor] = []
-        """By the last collective. Whoever is the last to let go of a tensor needs the interpreter:
-        if that were gloo's thread, it would wait for this one, which waits for it as the group
-        goes."""
+        """The tensors of the last collective.
+
+        The thread that frees a tensor needs the interpreter. If gloo's thread did that while the
+        group is destroyed, it would wait for this thread, which waits for it.
+        """
 
     @property
     def ended(self) -> bool:
-        """Whether the program has destroyed all groups since."""
+        """Return whether the program has destroyed all groups since."""
         return self._group not in TORCHS._world.pg_map
 
     def exchange(self, message: Any) -> list[Any]:
-        """Every rank's small picklable message, by rank.
+        """Exchange a small picklable message with all ranks; return all messages by rank.
 
-        They are sealed, since gloo takes any peer that connects. The common message fits one
-        collective of fixed size; if any rank's does not, all learn it from the lengths.
+        Messages are sealed, since gloo accepts any peer that connects. Most messages fit one
+        collective of fixed size; if any rank's does not, all ranks learn it from the lengths.
 
         Raises:
             RanksDisagree: a message is not the rank's whose place it has.
         """
         self._exchanges += 1
-        # a seal holds for nothing else than one rank's message of this exchange
+        # a seal is only valid for one rank's message of this exchange
         key, title = (
             self._membership.address.secret,
             f"{self._name}: exchange {self._exchanges}, replica ",
@@ -118,7 +123,7 @@ class ReplicaGroup:
         return messages
 
     def _all_bytes(self, content: bytes, width: int) -> list[bytes]:
-        # On the CPU, whatever default device the program has set.
+        # They are on the CPU, whatever default device the program has set.
         mine = torch.from_numpy(
             np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8)
         )
@@ -128,7 +133,7 @@ class ReplicaGroup:
         return [part.tobytes() for part in every.numpy().reshape(self.size, width)]
 
     def gather(self, tensor: Tensor, way: Slices) -> Tensor:
-        """All ranks' tensors, one after another along the way's dimension, where each has its extent."""
+        """Join all ranks' tensors along the way's dimension, where each has its extent."""
         rows = tensor.detach().movedim(way.dim, 0)
         rest, most = rows.shape[1:], max(way.sizes)
         if rows.shape[0] < most:
@@ -142,7 +147,7 @@ class ReplicaGroup:
         return joined.movedim(0, way.dim)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sum over ranks of each tensor; bitwise the same on every rank."""
+        """Return the sum over ranks of each tensor, bitwise the same on every rank."""
         buckets = list(_take_tensors(tensors, BUCKET_BYTES))
         flat = [_flat(bucket) for bucket in buckets]
         pending = [dist.all_reduce(one, group=self._group, async_op=True) for one in flat]
@@ -173,12 +178,12 @@ class ReplicaGroup:
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
-    """A flat copy of tensors of one type."""
+    """Return a flat copy of tensors of one type."""
     return torch.cat([part.reshape(-1) for part in bucket])
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: backends don't carry every dtype."""
+    """Return the memory of a contiguous tensor, since backends don't carry every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -192,12 +197,15 @@ class Slices(NamedTuple):
     dim: int
 
     def of(self, tensor: Tensor, rank: int) -> Tensor:
-        """The part of ``rank``, as a view."""
+        """Return the part of ``rank``, as a view."""
         return tensor.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value`` with each tensor in its tuples, lists and dicts changed; all else as it is, as in ``nn.DataParallel``."""
+    """Change each tensor in the tuples, lists and dicts of ``value``.
+
+    Other objects stay as they are, as in ``nn.DataParallel``.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -210,7 +218,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The tensors and other things in ``value``, in the order of ``map_tensors``."""
+    """Return the tensors and other objects in ``value``, in the order of ``map_tensors``."""
     if isinstance(value, (list, tuple, dict)):
         parts = value.values() if isinstance(value, dict) else value
         return [leaf for part in parts for leaf in leaves(part)]
@@ -218,12 +226,12 @@ def leaves(value: Any) -> list[Any]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in ``value``, in the order of ``map_tensors``."""
+    """Return the tensors in ``value``, in the order of ``map_tensors``."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
-    """How each tensor of the batch is divided, and how many ranks get a part.
+    """Return how each tensor of the batch is divided, and how many ranks get a part.
 
     As ``nn.DataParallel`` divides: by ``torch.chunk``, each tensor on its own, and no more replicas
     than the tensor with the fewest chunks has. Scalars go to every replica. Without any tensor
@@ -253,7 +261,7 @@ class Crossing(NamedTuple):
 
 
 class Inward(torch.autograd.Function):
-    """Replicate or slice. Its first output is the token."""
+    """Replicates or slices; its first output is the token."""
 
     @staticmethod
     def forward(ctx: Any, crossing: Crossing, *outer: Tensor) -> tuple[Tensor, ...]:
@@ -273,8 +281,8 @@ class Inward(torch.autograd.Function):
     def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sum or join the ranks' gradients; tensors that a replica did not use arrive as zeros."""
         (token,) = ctx.saved_tensors
-        # Token and gradient: for second derivatives, too, a rank without samples has no other edge
-        # to this node.
+        # The token is part of it because, for second derivatives as well, a rank without samples
+        # has no other edge to this node.
         outer_grads = Outward.apply(ctx.crossing, token + token_grad, *inner_grads)
         return None, *(
             grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True)
@@ -282,11 +290,14 @@ class Inward(torch.autograd.Function):
 
 
 class Outward(torch.autograd.Function):
-    """Sum or join. Takes the token of the inward crossing, so that every rank's graph leads back there."""
+    """Sums or joins.
+
+    It takes the token of the inward crossing, so that every rank's graph leads back there.
+    """
 
     @staticmethod
     def forward(ctx: Any, crossing: Crossing, token: Tensor, *inner: Tensor) -> tuple[Tensor, ...]:
-        """Compute from all ranks' tensors what every rank has."""
+        """Compute what every rank has from all ranks' tensors."""
         ctx.crossing, group = crossing, crossing.group
         ways = list(zip(inner, crossing.ways, strict=True))
         totals = iter(group.sum([tensor for tensor, way in ways if way is None]))

@@ -1,18 +1,18 @@
-"""What a rank waits in for other ranks, and how that is broken off.
+"""Knows where a rank waits for other ranks, and breaks such waits off.
 
-While the main thread waits in gloo or in a store, no Python-level signal handler runs, and none of
-torch's own aborts ends that wait. What it waits on can be taken away by another thread; the wait
-fails at once, and a pending KeyboardInterrupt comes out in the place of torch's error. Peers'
+While the main thread waits in gloo or in a store, no Python signal handler runs, and none of
+torch's own aborts ends that wait. But another thread can take away the object of the wait: the wait
+fails at once, and a pending KeyboardInterrupt is raised instead of torch's error. The other ranks'
 collectives of the same group fail, too.
 
-* gloo waits on TCP sockets: shut down, they fail. They are those that appear while torch makes a
-  group; the listening one is left alone, since gloo ends the process if that fails.
-* NCCL has its own abort (below), for communicators that are made. They are made by a group's first
-  collective, each rank's with the others': the commonest wait of all, if one of them never comes to
-  it. NCCL waits on TCP sockets there.
-* A store on one machine is a file that each wait opens again and again: a link to itself in its
-  place cannot be opened.
-* A store on several machines is a TCP connection of this rank's own.
+* gloo waits on TCP sockets, which fail when they are shut down. They are the sockets that appear
+  while torch makes a group. The listening one stays, since gloo ends the process if it fails.
+* NCCL has its own abort (below) for finished communicators. A group's first collective makes the
+  communicator, together with all ranks. If one of them never comes, the others wait there on TCP
+  sockets; this is the most common wait of all.
+* A store on one machine is a file that each wait opens again and again. It is replaced by a link to
+  itself, which cannot be opened.
+* A store on several machines is a TCP connection of this rank.
 
 A group that is made afterwards has another store, and works.
 """
@@ -77,10 +77,12 @@ class Waits:
         module._new_process_group_helper = make
 
     def break_off(self, store: StoreAddress, files: Iterable[Path]) -> None:
-        """Let every wait of this rank fail, also in the store's files; called by a thread that does not wait.
+        """Let every wait of this rank fail, also in the store's files.
 
-        NCCL first: a communicator whose sockets fail before it is aborted takes that for a fault of
-        the network, and torch's watchdog may end the process for it.
+        A thread calls it that does not wait.
+
+        NCCL comes first: if a communicator's sockets fail before it is aborted, NCCL takes that for
+        a network error, and torch's watchdog may end the process.
         """
         backends = nccl_backends()
         abort_nccl(backends)
@@ -97,7 +99,10 @@ class Waits:
                 loop.replace(path)
 
     def _to_shut(self, sockets: Mapping[int, TcpSocket], store: StoreAddress) -> list[int]:
-        """Choose the connected ones of groups, also of the one that is being made, and of a store elsewhere."""
+        """Choose the connected sockets of groups, and of a store elsewhere.
+
+        A group that is being made counts, too.
+        """
         before = self._before
         chosen = []
         for inode, found in sockets.items():
@@ -108,12 +113,12 @@ class Waits:
         return chosen
 
     def _of_nccl(self, sockets: Mapping[int, TcpSocket]) -> list[int]:
-        """Choose NCCL's own, by what they are not.
+        """Choose NCCL's own sockets, by exclusion.
 
-        They are C code's (no socket of Python's), opened since this process is a rank, and nobody
-        waits for them by epoll: NCCL asks each in turn, while gloo, event loops, zmq and gRPC have
-        theirs in a set. What is left beside NCCL's are connections of clients in C (databases,
-        storage), which the next call opens again.
+        They belong to C code (not to a socket object of Python), were opened since this process
+        became a rank, and are in no epoll set: NCCL polls each in turn, while gloo, event loops,
+        zmq and gRPC use epoll sets. Connections of clients in C (databases, storage) are chosen as
+        well; the next call opens them again.
         """
         elsewhere = _waited_for_by_epoll() | _of_python()
         return [
@@ -153,46 +158,46 @@ def _waited_for_by_epoll() -> set[int]:
 
 def _of_python() -> set[int]:
     """Return the descriptors of Python's socket objects."""
-    # issubclass: isinstance would ask proxies
+    # issubclass, because isinstance would call proxies
     ours = [value for value in gc.get_objects() if issubclass(type(value), socket.socket)]
     return {value.fileno() for value in ours}
 
 
 def _shut(found: TcpSocket) -> None:
-    """Let what waits on a socket fail; whoever has it still has to close it."""
+    """Let waits on a socket fail; its owner still has to close it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as ours:
         ours.shutdown(socket.SHUT_RDWR)
 
 
 # -------------------------------------------------------------- on GPUs, in every torch from 2.6 on
 #
-# * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since: its ``abort()``
-# returns. Its watchdog may
-#   still end the process, when it sees the abort of another rank before its own
-# (``TORCH_NCCL_ASYNC_ERROR_HANDLING``). * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its
-# ``abort()`` and ``shutdown()`` while something waits, and its
-#   watchdog at a time-out, end the process with SIGABRT before any ``finally`` (pytorch's pull
-# requests 191948 and 192105).
-#   So ranks get the old one by that name, unless the notebook's environment has
-# ``TORCH_DIST_USE_NCCL2``; and a group of
-#   this kind is never aborted: what waits in it waits until the rank is ended. torch reads the
-# variable when it registers
-#   the name, and never again: the variable is set around the registration, wherever that is.
+# * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since. Its ``abort()``
+#   returns. Its watchdog may still end the process, when it sees the abort of another rank before
+#   its own (``TORCH_NCCL_ASYNC_ERROR_HANDLING``).
+# * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its ``abort()`` and ``shutdown()`` while
+#   something waits, and its watchdog at a time-out, end the process with SIGABRT before any
+#   ``finally`` (pytorch's pull requests 191948 and 192105). So ranks get the old one under the name
+#   ``nccl``, unless the notebook's environment has ``TORCH_DIST_USE_NCCL2``. A group of the new
+#   kind is never aborted: what waits in it waits until the rank is ended. torch reads the variable
+#   when it registers the name, and never again. So the variable is set around the registration,
+#   wherever that is.
 #
-# From torch's sources, and its library's texts; tests/test_adopt_gpu.py waits for GPUs.
+# This is from torch's sources and the texts of its library; tests/test_adopt_gpu.py needs GPUs.
 
 ABORT_SECONDS = 10.0
 _CHOICE_OF_NCCL = "TORCH_DIST_USE_NCCL2"
 
 
 def register_backends() -> None:
-    """Register torch's backends for process groups, as torch does when a name is first used; ``nccl`` can be aborted.
+    """Register torch's backends for process groups, so that ``nccl`` can be aborted.
 
-    The forkserver does so once for all ranks: torch looks through all installed packages, which
-    takes 20 ms. Where the environment says which NCCL it wants, it gets that.
+    torch itself does this when a name is first used.
+
+    The forkserver does so once for all ranks, because torch searches all installed packages, which
+    takes 20 ms. If the environment chooses the NCCL, that one is used.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
-    # before torch 2.13 the names need none, and "nccl" is the one that can be aborted
+    # before torch 2.13 names need no registration, and "nccl" is the one that can be aborted
     if register is None:
         return
     chosen_before = os.environ.get(_CHOICE_OF_NCCL)
@@ -206,10 +211,10 @@ def register_backends() -> None:
 
 
 def nccl_backends() -> list[Any]:
-    """Return the NCCL backends of this process: of all torch's groups, whatever they were asked for."""
+    """Return the NCCL backends of all of torch's groups in this process."""
     found: list[Any] = []
     for group in [*dist.distributed_c10d._world.pg_names]:
-        # it has none for GPUs; this rank is not in it
+        # the group has none for GPUs, or this rank is not in it
         with contextlib.suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(torch.device("cuda")))
     bare = [getattr(backend, "wrapped_pg", backend) for backend in found]
@@ -219,20 +224,23 @@ def nccl_backends() -> list[Any]:
 
 
 def waits_on_gpus() -> bool:
-    """Whether this rank has groups in which it may wait on its GPU."""
+    """Return whether this rank has groups in which it may wait on its GPU."""
     return bool(nccl_backends())
 
 
 def waits_at_full_speed(thread: int) -> bool:
-    """Whether a thread that uses the processor may wait for other ranks all the same, in NCCL; for another thread."""
+    """Return whether a thread that uses the processor may wait for other ranks in NCCL.
+
+    Another thread asks.
+    """
     return waits_on_gpus() and (gpu_is_busy() or is_in_a_collective(thread))
 
 
 def abort_nccl(found: Iterable[Any]) -> None:
-    """Let all that waits in these backends fail, if it can.
+    """Abort these backends, so that all waits in them fail.
 
-    Each has a thread of its own: an abort may wait for that of another rank, which has begun with
-    another group. After :data:`ABORT_SECONDS` they are left to themselves.
+    Each abort has a thread of its own, because it may wait for that of another rank, which has
+    begun with another group. After :data:`ABORT_SECONDS` the threads are left alone.
     """
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="taas-aborts", daemon=True)
@@ -251,10 +259,12 @@ def _abort(backend: Any) -> None:
 
 
 def gpu_is_busy() -> bool:
-    """Whether a GPU has not done what it was asked: a collective may wait, and the main thread for it, at full speed.
+    """Return whether a GPU has work that is not done; any thread may ask.
 
-    For any thread. Asked is the default stream of each device that the program uses: a collective's
-    own stream is waited for there.
+    Then a collective may be waiting, and the main thread waits for it at full speed.
+
+    This looks at the default stream of each device that the program uses, since that stream waits
+    for the streams of collectives.
     """
     try:
         with own_gpu.current():
@@ -267,9 +277,9 @@ def gpu_is_busy() -> bool:
 
 @contextlib.contextmanager
 def beside_gpu_work() -> Iterator[None]:
-    """Let copies from GPUs in this thread not wait for what these were asked before, which may never be done."""
+    """Let copies from GPUs in this thread not wait for earlier GPU work, which may never end."""
     with contextlib.ExitStack() as stack:
-        # the outermost: what is left last leaves no other device selected
+        # this is the outermost one, so that at the end no other device stays selected
         stack.enter_context(own_gpu.current())
         for number in own_gpu.with_contexts():
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(number)))
@@ -286,10 +296,12 @@ _COLLECTIVES = (
 
 
 def is_in_a_collective(thread: int) -> bool:
-    """Whether a thread's line of Python is in torch's own code for collectives; for another thread.
+    """Return whether a thread runs torch's own code for collectives.
 
-    NCCL makes a communicator in the first one, and asks its sockets in turn meanwhile: such a
-    thread waits for other ranks, and uses the processor.
+    Another thread asks.
+
+    The first collective makes NCCL's communicator, and polls its sockets meanwhile: such a thread
+    waits for other ranks, and uses the processor.
     """
     frame = sys._current_frames().get(thread)
     while frame is not None and "/torch/" in frame.f_code.co_filename:
@@ -301,13 +313,17 @@ def is_in_a_collective(thread: int) -> bool:
 
 # ---------------------------------------------------------------- which collective it is
 #
-# By torch's flight recorder (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): torch records for
-# gloo in newer releases, without a variable that says so; for NCCL where ``TORCH_FR_BUFFER_SIZE``,
-# or ``TORCH_NCCL_TRACE_BUFFER_SIZE``, is not 0. Where it does not, nothing is known.
+# torch's flight recorder knows it
+# (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). It records gloo's
+# collectives in newer releases, without a variable for it, and NCCL's if ``TORCH_FR_BUFFER_SIZE``
+# or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is not 0. Else nothing is known.
 
 
 def pending_collective() -> str:
-    """Return this rank's oldest collective that has begun and not ended, in words; empty where none is known. For any thread."""
+    """Return this rank's oldest collective that has begun and not ended, in words.
+
+    Empty if none is known. Any thread may ask.
+    """
     recorder: Any = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(
         recorder, "_dump_nccl_trace_json" if waits_on_gpus() else "_dump_fr_trace_json", None
@@ -320,7 +336,7 @@ def pending_collective() -> str:
             entry for entry in entries if not entry["retired"] and entry["state"] != "completed"
         )
         return next((_in_words(entry) for entry in active), "")
-    except Exception:  # nothing is promised of its form
+    except Exception:  # torch promises nothing about the form of the dump
         return ""
 
 

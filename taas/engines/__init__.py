@@ -1,20 +1,22 @@
-"""Where VMs come from: the contract that the supervisor has with an engine.
+"""Where VMs come from: the contract between the supervisor and an engine.
 
-An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It
-is entered as a row of the table in ``engines/chosen.py``, and in its error's text, in ``config.py``
-(``engine.default``, keys of its own, what an instance type asks of it), ``notebook/verbs.py``
-(usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py`` (``--check``), and as an extra
-of ``pyproject.toml`` if it imports something. Any kind but ``local`` has its machines elsewhere.
+An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. A
+new one also needs a row of the table in ``engines/chosen.py`` and a word in the error's text there,
+entries in ``config.py`` (``engine.default``, its own keys, what an instance type asks of it),
+``notebook/verbs.py`` (usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py``
+(``--check``), and an extra in ``pyproject.toml`` if it imports something. Every kind except
+``local`` has its machines elsewhere.
 
 Before an agent is started elsewhere, the versions there are compared with those here
-(``taas/versions.py``), for what is pickled on one is unpickled on the other. What a VM has its
-agent says itself (``wire/agents.AgentUp``). An engine ends an agent by the end of its standard
-input, and by nothing else: agents have much to end before they do. Where whoever starts it is
-killed with all its children, the engine has to start it as nobody's child.
+(``taas/versions.py``), because objects are pickled on one side and unpickled on the other. The
+agent itself says what its VM has (``wire/agents.AgentUp``). An engine ends an agent only by closing
+its standard input, since agents have much to end before they end themselves. If the process that
+starts an agent is killed together with its children, the engine has to start the agent as no child
+of it.
 
-Who calls it: ``Fleet`` (``supervisor/fleet.py``) starts machines, gives them back and closes the
-engine, ``Supervisor`` (``supervisor/loop.py``) polls the ``fileno`` of the engine and of each
-machine and calls ``step``; ``Run`` and ``DataSide`` read how a machine stands.
+``Fleet`` (``supervisor/fleet.py``) starts machines, gives them back and closes the engine.
+``Supervisor`` (``supervisor/loop.py``) polls the ``fileno`` of the engine and of each machine, and
+calls ``step``. ``Run`` and ``DataSide`` read how a machine stands.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ class EngineChoice(msgspec.Struct, frozen=True):
     """Which engine gives a run its VMs.
 
     Attributes:
-        address: where the Ray cluster is; empty: the one that this machine is part of. Of Slurm
-            what is asked of it.
-        wait: seconds that VMs may be waited for.
+        address: where the Ray cluster is; empty: this machine is part of it. For Slurm, what is
+            asked of it.
+        wait: seconds to wait for VMs, at most.
         idle: seconds that VMs elsewhere stay after a run, for the next one.
     """
 
@@ -42,17 +44,17 @@ class EngineChoice(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What each VM of a run has to have.
+    """What each VM of a run must have.
 
     Attributes:
         instance: its type; None: any machine.
-        rehearse: CPU ranks in place of GPUs, in any case.
-        wait: seconds that it may be waited for.
-        environ: the notebook's variables that libraries read when they are imported, for VMs that
-            do not have them from the notebook's machine.
+        rehearse: use CPU ranks even if there are GPUs.
+        wait: seconds to wait for it, at most.
+        environ: the notebook's variables that libraries read when they are imported, for VMs on
+            other machines.
         changed: names of variables that the notebook itself set, changed or removed.
-        later: a cluster is asked for it when somebody says so (:meth:`Machine.want`): first its
-            data are made ready.
+        later: ask the cluster only after a call of :meth:`Machine.want`, since the run's data are
+            prepared first.
     """
 
     instance: str | None = None
@@ -65,7 +67,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[str | None, int, bool]:
-        """What VMs have in common of which one may stand for another."""
+        """Return what two VMs must have in common to replace each other."""
         return self.instance, self.gpus, self.rehearse
 
 
@@ -73,20 +75,19 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
-        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with
+        endpoint: the supervisor's zmq address. An engine with VMs elsewhere fills it in, and also
             ``scratch``, ``environ``, ``host`` and ``node``.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
-        idle: nobody waits for it yet: libraries are imported at a low priority until there is an
-            order.
-        remote: the supervisor may be on another host: nothing is read through /proc, and the wire
-            beats.
+        idle: no run waits for it yet, so that it imports libraries at a low priority until there is
+            an order.
+        remote: the supervisor may be on another host, so that nothing is read through /proc, and
+            connections have a heartbeat.
         environ: of a remote VM, the environment that programs have there; CUDA_VISIBLE_DEVICES
             names the GPUs it was given.
         host: the address under which other VMs reach it.
         node: its name, for messages.
-        demand: what the VM was asked for: of a remote one, libraries are imported before the first
-            run is known.
+        demand: the demand for the VM; a remote one imports libraries before its first run is known.
         supervisor: process id of the supervisor, and ``name``, of the agent among its agents: for
             the log file.
     """
@@ -107,14 +108,14 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
 
 
 class Machine(Protocol):
-    """One VM, from the moment it is asked for until it is given back.
+    """One VM, from the request until it is given back.
 
     Attributes:
         pid: its agent's process id, where it is a process of this machine; else 0.
         waiting: what it waits for, in words.
-        ending: that it will be taken away soon, and why, in words that go on after "stopped from";
-            empty: not that it is known.
-        error: the class of :mod:`taas.errors` that tells best why it ended, or could not be had.
+        ending: why it will be taken away soon, in words that continue "stopped from …"; empty: it
+            will not, as far as is known.
+        error: the class of :mod:`taas.errors` for its end, or for why the engine cannot give it.
     """
 
     pid: int
@@ -126,10 +127,10 @@ class Machine(Protocol):
         """Return a descriptor that becomes readable when the VM's agent is gone."""
 
     def want(self) -> None:
-        """Ask for it now, where its demand said ``later``. Twice is harmless."""
+        """Ask the cluster for it now, if its demand said ``later``. Twice is harmless."""
 
     def how_it_ended(self) -> str:
-        """Say what became of the agent, such as ``killed by SIGKILL``; it is gone."""
+        """Say how the agent ended, such as ``killed by SIGKILL``; it is gone."""
 
     def end(self) -> None:
         """Give the VM back; its agent ends what it started. Twice is harmless."""
@@ -149,17 +150,19 @@ class Engine(Protocol):
     def start(
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
     ) -> Sequence[Machine]:
-        """Start an agent for each configuration, on a VM each, in the places of ``lost`` ones, if there are any.
+        """Start an agent for each configuration, each on its own VM.
+
+        The VMs replace ``lost`` ones, if there are any.
 
         Raises:
-            EngineError: they cannot be had.
+            EngineError: the engine cannot give them.
         """
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when :meth:`step` has something to do; -1: it never has."""
+        """Return a descriptor that is readable when :meth:`step` has work; -1: it never has."""
 
     def step(self) -> None:
-        """Take in what became of the machines that were asked for."""
+        """Take in what happened to the requested machines."""
 
     def pids(self) -> list[int]:
         """Return the supervisor's own children that the engine needs."""

@@ -1,4 +1,7 @@
-"""Which engine the next runs of this kernel take: what ``%taas engine`` said, else TAAS_ENGINE, else ``taas.toml``."""
+"""Which engine the next runs of this kernel use.
+
+The first one counts of ``%taas engine``, TAAS_ENGINE and ``taas.toml``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ _said: list[EngineChoice] = []
 
 
 def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoice:
-    """Read an engine's name and what follows it, which stand ``where`` messages say; the rest is as configured.
+    """Read an engine's name and the words after it; ``configured`` has the rest.
+
+    ``where`` says in messages where the words stand.
 
     Raises:
         HeaderError: it is none of them.
@@ -35,7 +40,7 @@ def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoi
 
 
 def choose(words: list[str]) -> EngineChoice:
-    """Take an engine for all later runs of this kernel.
+    """Use an engine for all later runs of this kernel.
 
     Raises:
         HeaderError: there is no such engine.
@@ -48,7 +53,10 @@ def choose(words: list[str]) -> EngineChoice:
 
 
 def chosen(project: Path) -> EngineChoice:
-    """Return the engine of the next run; a HeaderError: TAAS_ENGINE or ``taas.toml`` is wrong."""
+    """Return the engine of the next run.
+
+    Raises a HeaderError if TAAS_ENGINE or ``taas.toml`` is wrong.
+    """
     configured = load_catalog(project)
     if _said:
         return _said[0]
@@ -64,11 +72,14 @@ def chosen(project: Path) -> EngineChoice:
 
 
 def check_installed(choice: EngineChoice) -> None:
-    """Refuse an engine that this machine cannot reach, by an EngineError with the command that installs what it lacks."""
+    """Raise an EngineError if this machine lacks what an engine needs.
+
+    It has the command that installs that.
+    """
     if choice.kind in _ELSEWHERE:
         _ELSEWHERE[choice.kind].check_installed()
 
 
 def start_engine(choice: EngineChoice, listen: Callable[[str], str], scratch: Path) -> Engine:
-    """Start an engine that has its machines elsewhere; the rest is as :class:`DrivenEngine` says."""
+    """Start an engine that has its machines elsewhere, as :class:`DrivenEngine` says."""
     return _ELSEWHERE[choice.kind](choice.address, listen, scratch)

@@ -1,8 +1,10 @@
-"""An engine whose cluster is spoken with by a child of the supervisor, its driver: what both say, and the supervisor's side.
+"""An engine with a driver: a child of the supervisor that talks to the cluster.
 
-A cluster may be slow, block, or end who speaks with it. None of this may happen to the supervisor.
-A driver ends with its standard input, and gives back all that it has; the engines differ in their
-drivers, and in words.
+Here are the messages between the two, and the supervisor's side.
+
+A cluster may be slow, block a process that talks to it, or end it. None of this may happen to the
+supervisor. A driver ends when its standard input does, and gives back all that it has. The engines
+differ in their drivers, and in words.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from taas.engines import AgentConfig, Demand, Machine
 from taas.wire.framing import Message
 from taas.wire.poll_loop import Child
 
-# ------------------------------------------------------------- what the two say: one JSON line each
+# ------------------------------------------------------------- the messages: one JSON line each
 
 
 class Acquire(Message, frozen=True):
-    """Get VMs of these numbers, each on a node of its own, in the places of those that are ``lost``, if there are any."""
+    """Get VMs with these numbers, each on a node of its own.
+
+    They replace the ``lost`` ones, if there are any.
+    """
 
     machines: tuple[int, ...]
     demand: Demand
@@ -40,9 +45,11 @@ class ReleaseVm(Message, frozen=True):
 
 
 class ClusterReport(Message, frozen=True):
-    """The driver is part of the cluster, in which this machine is ``host``; or is no part of it, ``why_not`` says why, and ends.
+    """The driver is part of the cluster, or it cannot be, and ends.
 
-    ``advised``: that says what to do, too.
+    ``host`` is this machine's address in the cluster; ``why_not`` says why it is no part of it.
+
+    ``advised``: ``why_not`` also says what to do.
     """
 
     host: str = ""
@@ -57,9 +64,10 @@ class VmReport(Message, frozen=True):
     """How a VM stands.
 
     Attributes:
-        state: ``waiting``; ``ending``: it will be taken away; ``gone``, or it cannot be had.
-        text: what it waits for, why it will go, or how it went, in words that go on after "the
-            agent of g2.8-0 was".
+        state: ``waiting``; ``ending``: it will be taken away; ``gone``: it has ended, or cannot be
+            had.
+        text: what it waits for, why it will end, or how it ended, in words that continue "the agent
+            of g2.8-0 was …".
         error: the class of :mod:`taas.errors` for one that is gone.
     """
 
@@ -77,7 +85,10 @@ Reports = ClusterReport | VmReport
 
 
 class Reporter:
-    """Tells the supervisor, by the standard output that only it has from now on: what libraries print is for the log."""
+    """Sends reports to the supervisor by standard output.
+
+    From now on only it writes there; what libraries print goes to the log.
+    """
 
     def __init__(self) -> None:
         self._out = os.dup(1)
@@ -85,7 +96,7 @@ class Reporter:
         self._lock = threading.Lock()
 
     def __call__(self, line: Reports) -> None:
-        """Say it; the supervisor may be gone."""
+        """Send a report; the supervisor may be gone."""
         with self._lock, contextlib.suppress(OSError):
             data = memoryview(msgspec.json.encode(line) + b"\n")
             while data:
@@ -99,7 +110,7 @@ _LOG_TAIL = 500
 
 
 class DrivenMachine:
-    """A VM that was asked of a cluster."""
+    """A VM that was requested from a cluster."""
 
     pid = 0
     ending = ""
@@ -116,7 +127,7 @@ class DrivenMachine:
         return self._gone
 
     def want(self) -> None:
-        """Have the cluster asked for it, if it was not."""
+        """Let the cluster be asked for it, if it was not."""
         self._engine.want(self.number)
 
     def take(self, report: VmReport) -> None:
@@ -148,8 +159,8 @@ class DrivenEngine:
     Args:
         address: where the cluster is, or what is asked of it: the first argument of the module
             ``driver``.
-        listen: makes the supervisor listen on an address of this machine; returns the endpoint.
-        scratch: folder for what the driver writes to its standard error.
+        listen: lets the supervisor listen on an address of this machine; returns the endpoint.
+        scratch: folder for the driver's standard error.
     """
 
     remote = True
@@ -161,7 +172,7 @@ class DrivenEngine:
         self._machines: dict[int, DrivenMachine] = {}
         self._count = 0
         self._endpoint = self.here = self._why = ""
-        self._asks: list[Acquire] = []  # that the cluster does not know yet
+        self._asks: list[Acquire] = []  # requests that the cluster does not know yet
         self._wanted: set[int] = set()
         self._driver: Child | None = None
         self._leaving: list[Child] = []
@@ -169,12 +180,15 @@ class DrivenEngine:
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read what was typed, where, and what ``taas.toml`` says; a HeaderError says what is wrong."""
+        """Read the words that were typed, with ``taas.toml`` for the rest.
+
+        ``where`` says where they were typed. A HeaderError says what is wrong.
+        """
         raise NotImplementedError
 
     @staticmethod
     def check_installed() -> None:
-        """Refuse, by an EngineError that says what to do, a machine that lacks what the engine needs."""
+        """Raise an EngineError with advice if this machine lacks what the engine needs."""
         raise NotImplementedError
 
     def _start_driver(self, patience: float) -> None:
@@ -183,14 +197,17 @@ class DrivenEngine:
             self._driver = Child(arguments, Reports, stderr=log, start_new_session=True)
 
     def pids(self) -> list[int]:
-        """Return the process ids of the driver, and of those that are on their way out."""
+        """Return the process ids of the driver and of drivers that are ending."""
         drivers = [*self._leaving, *([] if self._driver is None else [self._driver])]
         return [driver.process.pid for driver in drivers if driver.process.poll() is None]
 
     def start(
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
     ) -> Sequence[DrivenMachine]:
-        """Ask the cluster for VMs; a driver that went is replaced, a cluster that was there is waited for."""
+        """Ask the cluster for VMs.
+
+        A driver that has ended is replaced; a cluster that was reached before is waited for.
+        """
         if self._driver is None:
             self._start_driver(demand.wait if self.here else 0.0)
         waiting = f"{self.cluster} to be back" if self.here and not self._endpoint else self.cluster
@@ -205,12 +222,12 @@ class DrivenEngine:
         return [*machines.values()]
 
     def want(self, number: int) -> None:
-        """Ask for a VM now, and for those that were asked for with it."""
+        """Ask for a VM now, and for those that were requested with it."""
         self._wanted.add(number)
         self._ask()
 
     def _ask(self) -> None:
-        """Ask for what is wanted by now, if the cluster is reached."""
+        """Send the requests that are wanted by now, if the cluster is reached."""
         for ask in [*self._asks]:
             if self._endpoint and (not ask.demand.later or self._wanted.intersection(ask.machines)):
                 self._asks.remove(ask)
@@ -225,7 +242,7 @@ class DrivenEngine:
             self._driver.send(ask)
 
     def give_back(self, number: int) -> None:
-        """Give a VM back, or ask for it no more, nor for those that were asked for with it."""
+        """Give a VM back, or withdraw its request with all VMs of that request."""
         self._machines.pop(number, None)
         unasked = [ask for ask in self._asks if number in ask.machines]
         for ask in unasked:
@@ -238,7 +255,7 @@ class DrivenEngine:
         return -1 if self._driver is None else self._driver.fileno()
 
     def step(self) -> None:
-        """Read what the driver said."""
+        """Read the driver's reports."""
         assert self._driver is not None
         reports = self._driver.read()
         if reports is None:
@@ -265,7 +282,10 @@ class DrivenEngine:
             self._why = f"{self.cluster} cannot be reached: {report.why_not}. {self.advice}"
 
     def _lose_driver(self) -> None:
-        """The driver has ended: it could not connect, or its node, or the cluster's head, is gone."""
+        """Take in that the driver has ended.
+
+        It could not connect, or its node, or the cluster's head, is gone.
+        """
         self._end_driver()
         said, error = self._last_words(), "RunLost" if self._endpoint else "EngineError"
         ended = f"this notebook's {self.kind} driver ended"
@@ -292,7 +312,10 @@ class DrivenEngine:
             self._end_driver().join()
 
     def _end_driver(self) -> threading.Thread:
-        """Let the driver end, and forget it; it may have ended. Returns the thread that waits for that."""
+        """Let the driver end, and forget it; return the thread that waits for its end.
+
+        It may have ended already.
+        """
         driver, self._driver = self._driver, None
         assert driver is not None
         self._leaving.append(driver)

@@ -1,6 +1,6 @@
 """Which GPUs this machine has, and whether a run can have what it asks for.
 
-They are found without CUDA: asking CUDA would cost a context, or poison a fork.
+This does not use CUDA, which would cost a context, or break CUDA in forks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class _Found:
 
 
 def _nodes(root: Path) -> list[int]:
-    """Return the numbers of the device files that this process may use; a control group may allow it some of them only."""
+    """Return the numbers of the device files that this process may use.
+
+    A control group may allow only some of them.
+    """
     found = []
     for path in (root / "dev").glob("nvidia*"):
         number = path.name.removeprefix("nvidia")
@@ -57,7 +60,7 @@ def _nodes(root: Path) -> list[int]:
 
 
 def _shown_by_driver(root: Path) -> list[_Found]:
-    """Return the GPUs that this process may use, by their place on the PCI bus."""
+    """Return the GPUs that this process may use, in the order of their PCI addresses."""
     usable, found = _nodes(root), []
     for path in (root / "proc/driver/nvidia/gpus").glob("*/information"):
         with contextlib.suppress(OSError):  # a container may show names and no more
@@ -72,7 +75,7 @@ def _shown_by_driver(root: Path) -> list[_Found]:
 
 
 def present_gpus(root: Path = Path("/")) -> int:
-    """Count the NVIDIA GPUs that this process may use: the driver makes a device file for each."""
+    """Count the NVIDIA GPUs that this process may use; each has a device file."""
     return len(_nodes(root))
 
 
@@ -80,7 +83,8 @@ def visible_gpus(root: Path = Path("/")) -> tuple[str, ...]:
     """Return this machine's NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them.
 
     ``CUDA_VISIBLE_DEVICES``, where it is set, chooses among those that are present
-    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that is no GPU ends its list.
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that is no GPU ends
+    its list.
     """
     present = present_gpus(root)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -98,11 +102,11 @@ def visible_gpus(root: Path = Path("/")) -> tuple[str, ...]:
 def physical(
     names: Sequence[str], environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> tuple[Gpu, ...]:
-    """Tell which GPUs these are, that CUDA_VISIBLE_DEVICES names so in an environment.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names in an environment.
 
-    CUDA numbers those that a process may use: by their place on the bus where ``CUDA_DEVICE_ORDER``
-    says so, and where they are all of one model. Else the fastest is the first, and only CUDA knows
-    which that is: then the number stands for it.
+    CUDA numbers the GPUs that a process may use: by their PCI addresses if ``CUDA_DEVICE_ORDER``
+    says so, or if all are of one model. Otherwise the fastest comes first, and only CUDA knows
+    which one that is; then the number stands for the GPU.
     """
     shown = _shown_by_driver(root)
     in_order = (
@@ -110,7 +114,7 @@ def physical(
     ) and len(shown) == present_gpus(root)
     uuids = {gpu.uuid: gpu.bus for gpu in shown}
     by_uuid = [name for name in names if name.startswith("GPU-")]
-    # nobody has used that GPU since the machine was booted
+    # that GPU was not used since the machine was booted
     if by_uuid and any("?" in uuid for uuid in uuids):
         uuids = _asked_for_uuids() or uuids
     found = []
@@ -126,7 +130,10 @@ def physical(
 
 
 def _asked_for_uuids() -> dict[str, str]:
-    """Ask ``nvidia-smi``, which wakes the GPUs, for each one's UUID and place on the bus; nothing where it does not say."""
+    """Ask ``nvidia-smi`` for the UUID and PCI address of each GPU, which also wakes them.
+
+    Returns nothing if it does not answer.
+    """
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
     try:
         done = subprocess.run(
@@ -139,7 +146,7 @@ def _asked_for_uuids() -> dict[str, str]:
 
 
 def refused_as_mig(names: Sequence[str], needed: int, root: Path = Path("/")) -> str:
-    """Say why ranks cannot have parts of GPUs (MIG instances) where more than one is needed; empty where they can."""
+    """Say why several ranks cannot have parts of GPUs (MIG instances); empty if they can."""
     nodes = {gpu.bus: gpu.node for gpu in _shown_by_driver(root)}
     parts = []
     for gpu in physical(names, root=root):
@@ -157,7 +164,10 @@ def refused_as_mig(names: Sequence[str], needed: int, root: Path = Path("/")) ->
 
 
 def check_devices(spec: RunSpec, visible: Sequence[str]) -> None:
-    """Refuse, by NotEnoughDevices, a run that needs more GPUs than there are; none at all means a rehearsal."""
+    """Raise NotEnoughDevices for a run that needs more GPUs than there are.
+
+    Without any GPU a run is rehearsed.
+    """
     needed, present = spec.vms * spec.gpus_per_vm, len(visible)
     if not present or spec.rehearse:
         return
@@ -172,25 +182,31 @@ def check_devices(spec: RunSpec, visible: Sequence[str]) -> None:
 
 
 def lacks_uvm(root: Path = Path("/")) -> bool:
-    """Tell whether CUDA's own device file is missing beside those of GPUs, as on a machine that has just been booted."""
+    """Return whether CUDA's own device file is missing beside those of GPUs.
+
+    That is so on a machine that has just been booted.
+    """
     return bool(present_gpus(root)) and not (root / "dev/nvidia-uvm").exists()
 
 
 def device_in_words(spec: RunSpec, present: int) -> str:
-    """Say what the ranks of a run work on."""
+    """Say what the ranks of a run compute on."""
     if not spec.gpus_per_rank:
         return "CPU"
     if present and not spec.rehearse:
         return counted(spec.vms * spec.gpus_per_vm, "GPU")
     why = "as --rehearse asks" if present else "no GPU here"
-    # those that are present are hidden, as the user asked
+    # GPUs that are present were hidden by the user
     if not present_gpus() and (unseen := unseen_gpu()):
         why = f"{unseen[0]} is here, but no GPU to use: see %taas doctor"
     return f"rehearsed on CPU ({why})"
 
 
 def unseen_gpu(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Return a sign of a GPU that no run can use, on a machine without /dev/nvidia0, and what helps; None where there is none."""
+    """Return a sign of a GPU that no run can use, and advice, or None.
+
+    For machines without /dev/nvidia0.
+    """
     for pattern, advice in _FILES:
         if found := sorted(root.glob(pattern)):
             return f"/{found[0].relative_to(root)}", advice

@@ -20,11 +20,11 @@ from taas.wire.poll_loop import Child, give_limit
 _END_SECONDS = 5.0
 _LINE_BYTES = 4096
 _RANK_BYTES = 25_000_000
-"""A rank's own memory once it has joined a group; measured with 32 of them."""
+"""Memory of one rank alone after it has joined a group; measured with 32 ranks."""
 
 
 class LocalMachine:
-    """An agent of this machine, held by its standard input: it ends when that is closed."""
+    """An agent of this machine; it ends when its standard input is closed."""
 
     waiting = ending = ""
     error = "RunLost"
@@ -50,7 +50,7 @@ class LocalMachine:
 
     @property
     def ended(self) -> bool:
-        """Whether it was given back."""
+        """Return whether it was given back."""
         return self._pidfd < 0
 
     def fileno(self) -> int:
@@ -58,10 +58,10 @@ class LocalMachine:
         return self._pidfd
 
     def want(self) -> None:
-        """It was started at once."""
+        """Do nothing, because it was started at once."""
 
     def how_it_ended(self) -> str:
-        """Return the signal or the status the agent ended with, and the error that it wrote last."""
+        """Return the agent's signal, or its status and the last line of its log."""
         code = self._agent.process.wait()
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
@@ -71,12 +71,12 @@ class LocalMachine:
         return f"ended with status {code}" + (f" ({error})" if error else "")
 
     def end(self) -> None:
-        """Close the agent's standard input; its time runs from now on."""
+        """Close the agent's standard input; from now on it has some seconds to end."""
         self._end_by = min(self._end_by, time.monotonic() + _END_SECONDS)
         self._agent.hang_up()
 
     def reap(self) -> None:
-        """Wait for the agent that is to end; kill it when it does not. Twice is harmless."""
+        """Wait for an agent that is to end, and kill it if it is late. Twice is harmless."""
         if self._pidfd < 0:
             return
         if not wait([self._pidfd], max(0.0, self._end_by - time.monotonic())):
@@ -107,7 +107,7 @@ class LocalEngine:
         return started
 
     def fileno(self) -> int:
-        """Return -1: what becomes of the agents is told by their pidfds."""
+        """Return -1, because the agents' pidfds tell when they end."""
         return -1
 
     def step(self) -> None:
@@ -127,7 +127,7 @@ class LocalEngine:
 
 
 def check_memory(ranks: int) -> None:
-    """Refuse, by an EngineError, more ranks than this machine has memory for before they hold anything."""
+    """Raise an EngineError if this machine has no memory for so many empty ranks."""
     needed, free = ranks * _RANK_BYTES, memory_left().free
     if needed > free:
         raise EngineError(

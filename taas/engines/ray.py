@@ -1,6 +1,7 @@
-"""The engine whose VMs are nodes of a Ray cluster, as kernel and supervisor have it; Ray itself is in a child (ray_driver).
+"""The engine whose VMs are nodes of a Ray cluster; its driver (ray_driver) uses Ray itself.
 
-And what is asked of the cluster, and in words what it lacks: Ray is not needed for that.
+Kernel and supervisor use this module, which does not need Ray. It also computes what is asked of
+the cluster, and says in words what the cluster lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _UNCOUNTED = ("memory", "object_store_memory", "node:", "bundle_group", "acceler
 
 
 class RayEngine(DrivenEngine):
-    """VMs of the Ray cluster at an address; empty: of the one that this machine is a node of."""
+    """VMs of the Ray cluster at an address.
+
+    An empty address means the cluster that has this machine as a node.
+    """
 
     driver, kind = "taas.engines.ray_driver", "Ray"
     advice = (
@@ -59,7 +63,7 @@ class RayEngine(DrivenEngine):
 
     @staticmethod
     def check_installed() -> None:
-        """Refuse this engine where there is no Ray."""
+        """Raise an EngineError if Ray is not installed."""
         if importlib.util.find_spec("ray") is None:
             raise EngineError(
                 "the Ray engine needs Ray, which is not installed here. Run `pip install"
@@ -69,11 +73,11 @@ class RayEngine(DrivenEngine):
 
 
 def bundle(demand: Demand, nodes: list[dict[str, float]]) -> dict[str, float]:
-    """Return what a VM asks of a node, where the living ones have such resources: its type's own one, and its GPUs.
+    """Return the resources that a VM asks of a node: those of its type, and GPUs.
 
-    No GPUs are asked for where the run is rehearsed: as its header says, or because none of the
-    nodes that it could get has one. No node at all like that: one has to come, and it will be as
-    the catalog says.
+    The type is asked for if living nodes have it as a resource. No GPUs are asked for if the run is
+    rehearsed: its header says so, or none of the nodes that it could get has one. If there is no
+    such node at all, one has to come, and it will be as the catalog says.
     """
     fitting = [node for node in nodes if demand.instance is None or demand.instance in node]
     bare = bool(fitting) and not any(node.get("GPU") for node in fitting)
@@ -105,7 +109,7 @@ def what_is_missing(
     free: Mapping[str, float],
     does: str = "",
 ) -> str:
-    """Say what is asked of each of so many nodes, what the living ones have, and what has to happen.
+    """Say what is asked of the nodes, what the living ones have, and what has to happen.
 
     ``free`` is that of the whole cluster; ``does`` is what an autoscaler does about it, if there is
     one.

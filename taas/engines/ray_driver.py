@@ -1,9 +1,9 @@
-"""``python -m taas.engines.ray_driver ADDRESS PATIENCE``: the supervisor's Ray driver, a process of its own.
+"""``python -m taas.engines.ray_driver ADDRESS PATIENCE``: the supervisor's Ray driver.
 
 Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither
-may happen to the supervisor, so it has a child for it. The child ends with its standard input, or
-with the cluster's head; Ray then takes back all it held: nothing here is detached. Beside the actor
-on the nodes (ray_vm) it is the only module that imports ray.
+may happen to the supervisor, so the driver is a child of it. The child ends when its standard input
+does, or with the cluster's head; Ray then takes back all it held, since nothing here is detached.
+Apart from the actor on the nodes (ray_vm) it is the only module that imports ray.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from taas.wording import first_line
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
 _UNNOTICED_SECONDS = 60.0
-"""So long may Ray take to notice that a node is lost; until then it places actors there."""
+"""Ray may take so long to notice that a node is lost; until then it places actors there."""
 _ATTEMPT_SECONDS, _PAUSE_SECONDS = 3.0, 0.5
 _ASK_EVERY_SECONDS, _ANSWER_SECONDS = 1.5, 3.0
 _SILENCE_SECONDS = 9.0
-"""How long a head may be silent before it is given up."""
+"""A head that is silent for so long is given up."""
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew.
-"""
+"""Ray's own variable: if it is set, the head may be away for so long, and keeps its state."""
 _NEVER = (
     "no available node types of Ray's autoscaler, within its limits, can fulfill the placement"
     " group"
@@ -50,10 +49,10 @@ _NEVER = (
 
 
 def inner(module: str, *names: str) -> Any:
-    """Return what Ray has inside one of its modules, of which it promises nothing.
+    """Return an object from inside one of Ray's modules, about which Ray promises nothing.
 
     Raises:
-        EngineError: this version of Ray has it no more.
+        EngineError: this version of Ray does not have it any more.
     """
     try:
         found: Any = importlib.import_module(module)
@@ -73,15 +72,17 @@ def _nodes() -> list[dict[str, float]]:
 
 
 def _autoscaler_plans(group: str) -> tuple[bool, str]:
-    """Ask whether Ray's autoscaler will never make nodes for a placement group, and what it does, in words.
+    """Ask whether Ray's autoscaler can never make nodes for a placement group.
 
-    That is autoscaler v2, KubeRay's and the one that ``RAY_enable_autoscaler_v2=1`` chooses; of v1
-    nothing is known. The report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public
-    function of Ray has all of it.
+    Also returns what it does, in words.
+
+    This works for autoscaler v2, which KubeRay uses and ``RAY_enable_autoscaler_v2=1`` chooses; v1
+    says nothing. The report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public
+    function of Ray returns all of it.
     """
     reply = inner("ray.core.generated.autoscaler_pb2", "GetClusterStatusReply")()
     client = inner("ray._raylet", "GcsClient")(address=ray.get_runtime_context().gcs_address)
-    with contextlib.suppress(RayError):  # whether the head is there, another thread watches
+    with contextlib.suppress(RayError):  # another thread watches whether the head is there
         reply.ParseFromString(client.get_cluster_status(timeout_s=_ANSWER_SECONDS))
     state = reply.autoscaling_state
     coming = Counter(one.ray_node_type_name for one in state.pending_instances)
@@ -100,7 +101,7 @@ def _autoscaler_plans(group: str) -> tuple[bool, str]:
 
 
 class _Vm:
-    """A VM that the supervisor asked for."""
+    """A VM that the supervisor has requested."""
 
     def __init__(self, number: int, config: AgentConfig) -> None:
         self.number, self.config = number, config
@@ -110,7 +111,7 @@ class _Vm:
         self.gone = threading.Event()
 
     def release(self) -> None:
-        """Have its agent end, and take the node from it when it does not."""
+        """Let its agent end, and take the node from it if it does not."""
         self.released = True
         if self.actor is not None and self.serves:
             with contextlib.suppress(RayError):
@@ -135,7 +136,7 @@ def _wait_until_gone(vms: list[_Vm]) -> None:
 
 
 class Group:
-    """VMs that were asked for together: a placement group, and an actor in each of its bundles."""
+    """VMs that were requested together: a placement group, and an actor in each of its bundles."""
 
     def __init__(self, demand: Demand, report: Reporter) -> None:
         self._demand, self._report = demand, report
@@ -146,11 +147,13 @@ class Group:
         self._lock = threading.Lock()
 
     def take(self, ask: Acquire) -> list[_Vm]:
-        """Return what is to be had by :meth:`run`: a new group's VMs, or such as take the places of lost ones.
+        """Return the VMs that :meth:`run` is to get.
 
-        Those must be this group's, and others of it there still; else nothing is returned. Ray
-        moves a bundle whose node is lost to another node by itself, and no other group could have
-        that node.
+        They are those of a new group, or replacements for lost ones.
+
+        Lost ones must be this group's, and other VMs of it must still exist; else nothing is
+        returned. Ray itself moves a bundle whose node is lost to another node, and no other group
+        could have that node.
         """
         with self._lock:
             if not self._bundles:
@@ -167,11 +170,14 @@ class Group:
 
     @property
     def over(self) -> bool:
-        """Whether all its VMs are gone."""
+        """Return whether all its VMs are gone."""
         return not self._left
 
     def run(self, vms: list[_Vm], leaving: list[_Vm]) -> None:
-        """Get VMs, as soon as those that are leaving are gone, and serve until all of them are; a thread's."""
+        """Get VMs, once those that are leaving are gone, and serve until all of them are.
+
+        A thread runs this.
+        """
         _wait_until_gone(leaving)
         try:
             if self._placement is None:
@@ -206,7 +212,7 @@ class Group:
             if all(vm.released for vm in vms):
                 raise EngineError("given back")
             nodes = _nodes()
-            # nodes came, with GPUs or without
+            # nodes have come, with GPUs or without
             if new and bundle(self._demand, nodes) != self._wanted:
                 remove_placement_group(self._placement)
                 self._place(nodes, len(vms))
@@ -244,7 +250,7 @@ class Group:
         )
 
     def _come(self, vm: _Vm) -> None:
-        """Start a VM's actor; again, where its node is lost and Ray finds out only now.
+        """Start a VM's actor; again if its node is lost and Ray has only now noticed.
 
         Raises:
             EngineError: the cluster does not give it.
@@ -312,7 +318,7 @@ class Driver:
         self.over = threading.Event()
 
     def serve(self) -> None:
-        """Do what standard input says, until its end; then give all VMs back."""
+        """Do what standard input says until its end; then give all VMs back."""
         read = msgspec.json.Decoder(Asks)
         for line in sys.stdin.buffer:
             ask = read.decode(line)
@@ -344,12 +350,12 @@ class Driver:
 
 
 def _connect(address: str, patience: float) -> str:
-    """Become a driver of the cluster, for so many seconds if need be; returns this node's address in it."""
+    """Connect to the cluster within so many seconds; return this node's address in it."""
     deadline = time.monotonic() + patience
     host, _, port = address.rpartition(":")  # of ``auto`` none
     while True:
         try:
-            if host:  # Ray's own attempt takes a minute, or ends the process
+            if host:  # try it first, because Ray's own attempt takes a minute, or ends the process
                 socket.create_connection((host.strip("[]"), int(port)), _ATTEMPT_SECONDS).close()
             ray.init(address=address, namespace="taas", log_to_driver=False)
             return str(ray.util.get_node_ip_address())
@@ -361,7 +367,10 @@ def _connect(address: str, patience: float) -> str:
 
 
 def _watch_head(driver: Driver, head: Any) -> None:
-    """End this process when the head is lost; a thread's. Ray itself waits for a minute."""
+    """End this process when the head is lost.
+
+    A thread runs this, since Ray itself waits for a minute.
+    """
     context = ray.get_runtime_context()
     this_node = ray.NodeID.from_hex(context.get_node_id())
     silence = float(os.environ.get(_RAYS_PATIENCE) or _SILENCE_SECONDS)
@@ -387,7 +396,7 @@ def _watch_head(driver: Driver, head: Any) -> None:
 
 
 def main() -> None:
-    """Become a driver of the cluster, and serve."""
+    """Connect to the cluster, and serve."""
     report = Reporter()
     try:
         for module in (ray_vm, versions, curve):
@@ -406,7 +415,7 @@ def main() -> None:
     threading.Thread(target=_watch_head, args=(driver, head), daemon=True).start()
     driver.serve()
     ray.shutdown()
-    os._exit(0)  # threads that wait for lost nodes must not hold it
+    os._exit(0)  # threads that wait for lost nodes must not keep it alive
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
+"""A VM of a Ray cluster: the actor that holds its resources and runs its agent.
 
-The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas
-can say so. Beside Ray it needs the standard library, and two modules which travel with it.
+The class travels to the node by value (``ray_driver`` does that), so that a node without taas can
+say so. Apart from Ray it needs the standard library, and two modules that travel with it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 
 
 def given_gpus() -> list[str]:
-    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them, which does not tell.
+    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them.
 
-    Of an actor without GPUs it is the node's own, and it may be left alone
-    (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
+    The variable itself does not tell: in an actor without GPUs it is the node's, and Ray may be
+    told not to set it (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
     """
     import ray
 
@@ -39,15 +39,20 @@ def given_gpus() -> list[str]:
 
 
 class VmActor:
-    """One VM. Its agent ends when the actor does: it reads end-of-file then."""
+    """One VM.
+
+    Its agent ends when the actor does, because its standard input ends then.
+    """
 
     def __init__(self) -> None:
         self._lifeline = os.pipe()
 
     def serve(self, line: bytes, here: dict[str, str]) -> tuple[str, str]:
-        """Run an agent to its end, unless versions differ from those ``here``; returns how it ended, and the class of error.
+        """Run an agent to its end; return how it ended, and the error's class.
 
-        Its configuration lacks what is to be known of the node.
+        It is not run if its versions differ from those ``here``.
+
+        Facts about the node are added to its configuration.
         """
         from ray.util import get_node_ip_address
 
@@ -85,5 +90,5 @@ class VmActor:
             return f"ended by itself; its log says: {said}" if said else "ended", "RunLost"
 
     def end(self) -> None:
-        """Have the agent end what it started, and itself; ``serve`` returns then. Once."""
+        """Let the agent end what it started, and itself; then ``serve`` returns. Call it once."""
         os.close(self._lifeline[1])

@@ -1,9 +1,9 @@
-"""The engine whose VMs are nodes of Slurm jobs, as kernel and supervisor have it; its driver asks Slurm (slurm_driver).
+"""The engine whose VMs are nodes of Slurm jobs; its driver (slurm_driver) asks Slurm.
 
-The VMs of a run are one job, each data VM is one of its own. ``sbatch --no-kill``, and in it
-``srun --no-kill`` one task a node (slurm_vm), for else the death of one node would end the job.
-Both ends are commands and the text of a job: nothing of Slurm is imported, and nothing of it is
-configured.
+The VMs of a run are one job, and each data VM is a job of its own. ``sbatch --no-kill`` submits the
+job, and in it ``srun --no-kill`` starts one task a node (slurm_vm); without ``--no-kill`` the death
+of one node would end the job. All this uses Slurm's commands and a job's script: nothing of Slurm
+is imported or configured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class SlurmEngine(DrivenEngine):
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read what is asked of Slurm: as it was typed, else as ``taas.toml`` says; a line for :func:`settings_of`."""
+        """Read what is asked of Slurm, as typed or from ``taas.toml``.
+
+        Returns a line for :func:`settings_of`.
+        """
         try:
             line = read_line(words, _TABLE)
         except HeaderError as error:
@@ -66,7 +69,7 @@ class SlurmEngine(DrivenEngine):
 
     @staticmethod
     def check_installed() -> None:
-        """Refuse this engine where Slurm's commands are missing."""
+        """Raise an EngineError if Slurm's commands are missing."""
         missing = [command for command in COMMANDS if shutil.which(command) is None]
         if missing:
             raise EngineError(
@@ -86,20 +89,19 @@ class Settings(NamedTuple):
     types: Mapping[str, list[str]]
 
     def get(self, name: str) -> str:
-        """Return what was said for an option; empty where nothing was."""
+        """Return the value of an option; empty if there is none."""
         return self.said.get(name, "")
 
     @property
     def python(self) -> str:
-        """The interpreter on the nodes: this one's path, where nothing was said."""
+        """Return the interpreter on the nodes; by default the path of this one."""
         return self.get("python") or sys.executable
 
     def asked_for(self, demand: Demand) -> list[str]:
         """Return the options of ``sbatch`` for nodes that have what a run needs.
 
         A VM with GPUs is a whole node, unless its type says otherwise. Without GPUs, or rehearsed,
-        it comes from the partition of CPU nodes, where there is one, with the processors of its
-        type.
+        it comes from the partition of CPU nodes, if there is one, with the processors of its type.
         """
         said = {name: self.get(name) for name in ("partition", "account", "time")}
         of_type = self.types.get(demand.instance or "", [])
@@ -115,37 +117,36 @@ class Settings(NamedTuple):
 
 
 def settings_of(address: str) -> Settings:
-    """Read what ``SlurmEngine.read_address`` wrote."""
+    """Read what ``SlurmEngine.read_address`` has written."""
     pairs = [word[2:].partition("=")[::2] for word in shlex.split(address)]
     types = {name: shlex.split(value) for name, value in pairs if name not in _TABLE}
     return Settings({name: value for name, value in pairs if name in _TABLE}, types)
 
 
 class JobAgents(msgspec.Struct):
-    """What the nodes of a job are told: the notebook's versions, and an agent's configuration for each node."""
+    """What the nodes of a job get: the notebook's versions, and each agent's configuration."""
 
     versions: dict[str, str]
     agents: tuple[AgentConfig, ...]
 
 
 _OUR_COMMENT = "taas: "
-"""So begins a job's comment that its nodes wrote: sites and users may give each job one of their
-own.
+"""A comment that a job's nodes wrote begins so; sites and users may give jobs their own comments.
 """
 _BUT_ENDS = "grep -Eiv 'task.*: (exited|terminated|killed)|cancelled at|step aborted'"
-"""Leaves out what srun says of tasks that end because one did."""
+"""Removes srun's lines about tasks that end because one of them did."""
+_LAST_LINES = "tail -n 3 | tr '\\n' ' '"
 
 
 def script(python: str, job: JobAgents) -> str:
-    """Return a job's script, in which ``slurm_vm`` reads of the job's agents.
+    """Return a job's script, from which ``slurm_vm`` reads the job's agents.
 
-    Keys are among that: they reach the nodes as a job's script does, which its owner and Slurm's
-    administrators can read. What a node says that has no agent to speak for it becomes the job's
-    comment: no disk need be shared for that.
+    The script has keys. Its owner and Slurm's administrators can read it. What a node without an
+    agent says becomes the job's comment, so that no shared disk is needed.
     """
     return f"""#!/bin/sh
 said=$(srun --no-kill --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none --input=all \\
-  {shlex.quote(python)} -P -m taas.engines.slurm_vm 2>&1 <<'END' | {_BUT_ENDS} | tail -n 3 | tr '\\n' ' '
+  {shlex.quote(python)} -P -m taas.engines.slurm_vm 2>&1 <<'END' | {_BUT_ENDS} | {_LAST_LINES}
 {msgspec.json.encode(job).decode()}
 END
 )
@@ -157,7 +158,10 @@ END
 
 
 def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> str:
-    """Run one of Slurm's commands; returns what it printed, or raises an EngineError with what it said."""
+    """Run one of Slurm's commands; return its output.
+
+    If it fails, raise an EngineError with what it said.
+    """
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, text=True, timeout=seconds, check=False
@@ -171,7 +175,7 @@ def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> 
 
 
 def elapsed(seconds: float) -> str:
-    """Return a length of time: ``40 s``, ``4 min``, ``2 h 5 min``."""
+    """Return a length of time in words: ``40 s``, ``4 min``, ``2 h 5 min``."""
     minutes = int(seconds // 60)
     if not minutes:
         return f"{seconds:.0f} s"
@@ -189,23 +193,26 @@ class Standing(NamedTuple):
 
     @property
     def nodes_said(self) -> str:
-        """What its nodes said before it ended; empty where the comment is somebody else's."""
+        """Return what its nodes said before it ended; empty if the comment is not theirs."""
         return (
             self.comment.removeprefix(_OUR_COMMENT) if self.comment.startswith(_OUR_COMMENT) else ""
         )
 
     @property
     def error(self) -> str:
-        """The class of :mod:`taas.errors` for its end: another start would end in the same way, or may go better."""
+        """Return the class of :mod:`taas.errors` for its end.
+
+        EngineError: another start would end in the same way. RunLost: it may succeed.
+        """
         return "EngineError" if self.nodes_said or self.state == "FAILED" else "RunLost"
 
     @property
     def over(self) -> bool:
-        """Whether none of its nodes is left, or will come."""
+        """Return whether none of its nodes is left, or will come."""
         return self.state not in (*WAITS, *_GOES_ON)
 
     def why_over(self, job: str) -> str:
-        """Say why it is over, or why Slurm ends it; empty where that is not known."""
+        """Say why it is over, or why Slurm ends it; empty if that is not known."""
         if self.state == "TIMEOUT" or self.reason == "TimeLimit":
             return (
                 f"Slurm ended its job {job} at the time limit ({self.limit}): --time asks for more"
@@ -225,7 +232,10 @@ GONE = Standing("not in the queue any more", "", "", "", "")
 
 
 def seconds_of(text: str) -> float:
-    """Return a length of time as Slurm writes it (``1-02:03:04``, ``0:58``); infinite where it is none."""
+    """Return the seconds of a time in Slurm's form, such as ``1-02:03:04`` or ``0:58``.
+
+    Anything else is infinite.
+    """
     days, _, clock = text.rpartition("-")
     parts = [*(days or "0").split(), *clock.split(":")]
     if not all(part.isdecimal() for part in parts):
@@ -237,7 +247,10 @@ def seconds_of(text: str) -> float:
 
 
 def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
-    """Return how jobs stand, by their numbers; those that Slurm has forgotten are not there. None: it does not answer."""
+    """Return how jobs stand, by number; None if Slurm does not answer.
+
+    Jobs that Slurm has forgotten are missing.
+    """
     try:
         said = slurm(
             "squeue",
@@ -258,14 +271,17 @@ def read_queue(said: str) -> dict[str, Standing]:
 
 
 def address_towards(host: str) -> str:
-    """Return the address that this machine has on its way to another one; raises OSError where there is none."""
+    """Return this machine's address on the way to another one; raise OSError if none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, 9))  # nothing is sent
         return str(way.getsockname()[0])
 
 
 def own_address(settings: Settings) -> str:
-    """Return the address under which nodes reach this machine; an EngineError: Slurm does not answer, or no node is known here."""
+    """Return the address under which nodes reach this machine.
+
+    Raises an EngineError if Slurm does not answer, or this machine knows no node.
+    """
     if host := settings.get("host"):
         try:
             return socket.gethostbyname(host)

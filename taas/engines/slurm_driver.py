@@ -1,8 +1,8 @@
-"""``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver, a process of its own.
+"""``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver.
 
-It submits jobs, and follows them in the queue. Agents on their nodes (slurm_vm) speak with the
-supervisor, and end when that says so, or is gone; with the last one a job ends. The driver ends
-with its standard input, and cancels what does not end by itself.
+It submits jobs, and follows them in the queue. Agents on the nodes (slurm_vm) talk to the
+supervisor, and end when it says so or is gone; a job ends with its last agent. The driver ends when
+its standard input does, and cancels jobs that do not end by themselves.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _SBATCH = (
     " --ntasks-per-node=1"
 )
 _LOOK_SECONDS, _QUIET_SECONDS = 2.0, 30.0
-"""Between two looks at the queue: while something is awaited, and while nothing is."""
+"""Between two looks at the queue, while a change is expected, and otherwise."""
 _BEGIN_SECONDS = 60.0
-"""So long after a job has begun is awaited how its agents begin."""
+"""So long after a job's begin, news of its agents is expected."""
 _PARTING_SECONDS = 9.0
 _NOTICE_SECONDS = 60.0
-"""So long before the time limit a cell is interrupted; half the limit, where that is shorter."""
+"""So long before the time limit a cell is interrupted; half the limit, if that is shorter."""
 
 
 class _Job:
-    """A Slurm job; ``left`` are the numbers of its VMs that somebody still wants."""
+    """A Slurm job; ``left`` are the numbers of those of its VMs that are still wanted."""
 
     def __init__(self, number: str, ask: Acquire) -> None:
         self.id, self.left, self.demand = number, set(ask.machines), ask.demand
@@ -70,7 +70,7 @@ class SlurmDriver:
         self._over_by = self._next_look = float("inf")
 
     def serve(self) -> None:
-        """Do what standard input says, until its end; then give all jobs back."""
+        """Do what standard input says until its end; then give all jobs back."""
         while time.monotonic() < self._over_by and (self._jobs or self._over_by == float("inf")):
             until = self._next_look if self._jobs else float("inf")
             sources = [sys.stdin.fileno()] if self._over_by == float("inf") else []
@@ -108,7 +108,10 @@ class SlurmDriver:
         self._next_look = 0.0
 
     def _release(self, numbers: set[int]) -> None:
-        """Want VMs no more; a job of which nobody wants any is cancelled: at once, or when its agents have had their time to end."""
+        """Stop wanting VMs; cancel a job of which no VM is wanted any more.
+
+        If the job has begun, its agents first have some time to end.
+        """
         for job in self._jobs:
             if job.left & numbers:
                 job.left -= numbers
@@ -119,7 +122,7 @@ class SlurmDriver:
 
     def _cancel(self, jobs: Iterable[_Job]) -> None:
         if ids := [job.id for job in jobs]:
-            # they are over; or Slurm is, and nodes end by themselves
+            # the jobs are over, or Slurm is down, and nodes end by themselves
             with contextlib.suppress(EngineError):
                 slurm("scancel", *ids)
 
@@ -153,7 +156,7 @@ class SlurmDriver:
         return max(_LOOK_SECONDS, min(_QUIET_SECONDS, notice))
 
     def _tell_waiting(self, job: _Job, now: Standing) -> None:
-        """Say what nodes wait for, or that they have waited for too long."""
+        """Report what nodes wait for, or that they have waited for too long."""
         waits = time.monotonic() - job.asked
         said = f"Slurm job {job.id}: {now.state}" + (
             f" ({now.reason})" if now.state in WAITS else ""
@@ -171,7 +174,7 @@ class SlurmDriver:
             self._say(job.left, "waiting", job.said)
 
     def _give_notice(self, job: _Job, now: Standing) -> None:
-        """Tell of the time limit while there is time for a cell to save what it has."""
+        """Announce the time limit while a cell has time to save what it has."""
         if now.state != "RUNNING" or job.noticed:
             return
         left, notice = seconds_of(now.left), min(_NOTICE_SECONDS, seconds_of(now.limit) / 2)

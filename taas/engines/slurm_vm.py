@@ -1,7 +1,7 @@
-"""``python -m taas.engines.slurm_vm``: a node of a Slurm job, as a task of ``srun`` that keeps the node's agent to its end.
+"""``python -m taas.engines.slurm_vm``: runs the agent of one node of a Slurm job, to its end.
 
-It reads the job's agents from standard input, and has the one of its number. What it cannot do it
-says on standard error, and ends with that, and with it the job.
+It is a task of ``srun``. It reads the job's agents from standard input, and runs the one with its
+own number. An error goes to standard error, and ends this process, and with it the job.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from taas.versions import differing_versions, versions
 from taas.wire.curve import make_short_folder
 
 _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
-"""Libraries take ranks with such variables for tasks of srun; a rank is none."""
+"""With such variables, libraries would take a rank for a task of srun, which it is not."""
 
 
 def _serve(config: AgentConfig, node: str) -> str:
-    """Run the agent to its end; returns how that was, if neither taas nor Slurm ended it: the job ends with that, then.
+    """Run the agent to its end; return how it ended, unless taas or Slurm ended it.
 
-    For its node would stay the job's, with nothing on it, while a cell that starts again waits for
-    another one.
+    In that case the job ends as well.
+
+    Otherwise the job would keep the node, with nothing on it, while a cell that starts again waits
+    for another one.
     """
     demand, scratch = config.demand, make_short_folder()
     given = () if demand.rehearse else visible_gpus()[: demand.gpus]
@@ -46,9 +48,9 @@ def _serve(config: AgentConfig, node: str) -> str:
 
 
 def main() -> None:
-    """Compare versions, and serve."""
+    """Compare versions, and run the agent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Slurm sends it to all processes of a job that it ends: this one tells how its agent took it
+    # Slurm sends it to all processes of a job that it ends; this one reports how its agent ended
     signal.signal(signal.SIGTERM, lambda *_: None)
     job = msgspec.json.decode(read_line(sys.stdin.fileno()), type=JobAgents)
     task, node = int(os.environ["SLURM_PROCID"]), os.environ["SLURMD_NODENAME"]

@@ -1,16 +1,17 @@
-"""The face of ``torch.cuda`` and ``torch.accelerator``: GPUs are there, as many as the run has on this VM.
+"""Rehearses ``torch.cuda`` and ``torch.accelerator``: as many GPUs as the run has on this VM.
 
-Every name of ``torch.cuda.__all__`` is rehearsed here, refused in ``refused``, or works by itself
-without a GPU; a test has those and holds the list against torch.
+Every name of ``torch.cuda.__all__`` is rehearsed here, refused in ``refused``, or works without a
+GPU; a test lists the last kind, and compares all names with torch's.
 
-Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name.
-``mem_get_info`` and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
+Memory figures are not rehearsed: programs that print them get 0, and one warning for each name.
+``mem_get_info`` and ``total_memory`` return the rehearsed GPU's size, since programs divide by
+them.
 
-Each device has streams of work, with their events, and all have one stream of random numbers. Every
-operator has ended when it returns, so there is nothing to wait for. ``torch.cuda.manual_seed`` does
-not reseed the CPU, and ``torch.rand(3, device="cuda")`` repeats after
-``torch.cuda.manual_seed(0)``. What draws inside an operator (dropout) has a CPU tensor and draws
-from the CPU's stream; the numbers are a CPU generator's, never the GPU's.
+Each device has streams of work, with their events. Every operator has ended when it returns, so
+there is nothing to wait for. All devices have one stream of random numbers.
+``torch.cuda.manual_seed`` does not reseed the CPU, and ``torch.rand(3, device="cuda")`` repeats
+after ``torch.cuda.manual_seed(0)``. Operators that draw (dropout) have CPU tensors, and draw from
+the CPU's stream. All numbers are those of CPU generators, never a GPU's.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _PROPERTIES = SimpleNamespace(
     shared_memory_per_multiprocessor=164 << 10,
     L2_cache_size=40 << 20,
 )
-"""Those of an NVIDIA A100 with 80 GiB, the GPU of the catalog's g2 instances."""
+"""The properties of an NVIDIA A100 with 80 GiB, the GPU of the catalog's g2 instances."""
 
 
 def _get_device_properties(device: Any = None) -> SimpleNamespace:
@@ -68,8 +69,9 @@ def _set_device(device: Any) -> None:
 
 
 class device:  # noqa: N801 - torch's name
-    """``with torch.cuda.device(d)``: current inside, the one before outside; ``None`` and negative
-    change nothing.
+    """A context in which a device is the current one (``with torch.cuda.device(d)``).
+
+    ``None`` and negative numbers change nothing.
     """
 
     def __init__(self, device: Any) -> None:
@@ -101,7 +103,7 @@ _defaults: dict[int, Stream] = {}
 
 
 class Event:
-    """A point in time, on the CPU's clock."""
+    """A point in time, by the CPU's clock."""
 
     def __init__(self, *first: Any, enable_timing: bool = False, **_: Any) -> None:
         self.device = torch.device("cuda", existing())
@@ -111,17 +113,17 @@ class Event:
         self._recorded: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Take the time."""
+        """Record the current time."""
         self._recorded = time.perf_counter()
 
     query = always(True)
     wait = synchronize = always(None)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds of CPU time between two recorded events.
+        """Return the milliseconds of CPU time between two recorded events.
 
         Raises:
-            RuntimeError: an event takes no time, or was not recorded, as CUDA raises it.
+            RuntimeError: an event does not measure time, or was not recorded, as with CUDA.
         """
         if not (self._timed and end_event._timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
@@ -177,7 +179,10 @@ def _default_stream(device: Any = None) -> Stream:
 
 
 def _set_stream(stream: Stream | None) -> None:
-    """Make its device current; work is on no stream, so the current one is always the default."""
+    """Make a stream's device current.
+
+    No work is on a stream, so the current stream is always the default one.
+    """
     if stream is not None:
         machine.current = stream.device_index
 
@@ -190,7 +195,11 @@ _GPU_STATE_BYTES = 16  # of a CUDA generator: seed and offset, int64 each
 
 @functools.cache
 def gpu_generator() -> torch.Generator:
-    """The stream of all devices, made at first use: names that travelled, and the CPU's seed, come after install."""
+    """Return the generator of all devices.
+
+    It is made at first use, because names that travelled, and the CPU's seed, come after the
+    installation.
+    """
     return _RealGenerator().manual_seed(torch.initial_seed())
 
 
@@ -300,8 +309,13 @@ TORCH: dict[str, Any] = {
 
 PROFILER = {"init": always(None), "start": always(None), "stop": always(None)}
 
-NVTX = {"mark": always(None), "range_push": always(0), "range_pop": always(0), "range_start": always(0),
-        "range_end": always(None)}  # fmt: skip
+NVTX = {
+    "mark": always(None),
+    "range_push": always(0),
+    "range_pop": always(0),
+    "range_start": always(0),
+    "range_end": always(None),
+}
 
 
 # ---------------------------------------------------------------- memory figures
@@ -309,21 +323,24 @@ NVTX = {"mark": always(None), "range_push": always(0), "range_pop": always(0), "
 
 FIGURES: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(
-        ("host_memory_allocated", "max_memory_allocated", "max_memory_cached", "max_memory_reserved",
-         "memory_allocated", "memory_cached", "memory_reserved"), lambda: 0),
+        ("host_memory_allocated", "max_memory_allocated", "max_memory_cached",
+         "max_memory_reserved", "memory_allocated", "memory_cached", "memory_reserved"),
+        lambda: 0),
     **dict.fromkeys(
-        ("host_memory_stats", "host_memory_stats_as_nested_dict", "memory_stats", "memory_stats_as_nested_dict"),
+        ("host_memory_stats", "host_memory_stats_as_nested_dict", "memory_stats",
+         "memory_stats_as_nested_dict"),
         lambda: defaultdict(int)),
     **dict.fromkeys(("mem_get_info", "get_memory_info"), lambda: (_PROPERTIES.total_memory,) * 2),
-    **dict.fromkeys(("list_gpu_processes", "memory_summary"), lambda: "memory figures are not rehearsed"),
+    **dict.fromkeys(
+        ("list_gpu_processes", "memory_summary"), lambda: "memory figures are not rehearsed"),
 }  # fmt: skip
-"""What each answers, after a warning."""
+"""The answer of each function, after a warning."""
 SILENT = (
-    "empty_cache", "empty_host_cache", "reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_host_memory_stats", "reset_peak_memory_stats",
-    "set_per_process_memory_fraction",
+    "empty_cache", "empty_host_cache", "reset_accumulated_host_memory_stats",
+    "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
+    "reset_peak_host_memory_stats", "reset_peak_memory_stats", "set_per_process_memory_fraction",
 )  # fmt: skip
-"""Nothing is held, so there is nothing to empty, to reset or to limit."""
+"""These do nothing, because no memory is held."""
 _told: set[str] = set()
 
 
@@ -343,7 +360,7 @@ def _figure(name: str, answer: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def memory_face(module: str) -> dict[str, Callable[..., Any]]:
-    """The figures that stand in for those of ``torch.cuda`` or ``torch.accelerator``, by name."""
+    """Return the rehearsed figures of ``torch.cuda`` or ``torch.accelerator`` by name."""
     return {
         **{name: _figure(f"{module}.{name}", answer) for name, answer in FIGURES.items()},
         **dict.fromkeys(SILENT, always(None)),
@@ -352,7 +369,10 @@ def memory_face(module: str) -> dict[str, Callable[..., Any]]:
 
 
 def install() -> None:
-    """Replace the face of ``torch.cuda`` and ``torch.accelerator``, and their figures as far as torch has them."""
+    """Replace the functions of ``torch.cuda`` and ``torch.accelerator``.
+
+    Memory figures are replaced as far as this torch has them.
+    """
     for cls in (Event, Stream):
         cls.__module__ = "torch.cuda"
     replace_all(torch.accelerator, ACCELERATOR)

@@ -1,7 +1,7 @@
-"""Process groups, meshes and the wrappers for many GPUs: gloo in the place of NCCL, CPUs in the place of GPUs.
+"""Rehearses process groups, meshes and the wrappers for many GPUs: gloo stands in for NCCL.
 
-Where a patch can, it rewrites arguments and calls torch's own function, so meaning and errors stay
-torch's.
+If possible, a patch rewrites the arguments and calls torch's own function, so that meaning and
+errors stay torch's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from taas.rehearsal.patches import (
 
 
 def gloo_for(backend: Any) -> Any:
-    """The backend that stands in: ``nccl`` → ``gloo``, ``cpu:gloo,cuda:nccl`` → ``cpu:gloo``; others stay."""
+    """Return the backend that stands in for one that is asked for.
+
+    ``nccl`` becomes ``gloo``, ``cpu:gloo,cuda:nccl`` becomes ``cpu:gloo``; others stay.
+    """
     if not isinstance(backend, str):
         return backend
     if ":" in backend:
@@ -66,17 +69,19 @@ def _rewrite_init(arguments: Arguments) -> None:
 
 # ---------------------------------------------------------------- which backend a group has
 #
-# A program is told the one that it asked for: libraries compare that with what they would have
-# asked for. torch's own code, which chooses by it how to do something, is told what the group
-# really has.
+# A program gets the backend that it asked for: libraries compare that with what they would have
+# asked for. torch's own code, which decides by the backend how to work, gets the real one.
 
 _asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""By process group, the backend that the program asked for, as torch spells it."""
+"""The backend that the program asked for, as torch spells it, by process group."""
 _real_backend, _real_config = dist.get_backend, dist.distributed_c10d.get_backend_config
 
 
 def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
-    """Let a function make its groups of gloo, and note what the program asked for; others inherit the default group's."""
+    """Let a function make its groups of gloo, and note the backend that was asked for.
+
+    Other groups inherit that of the default group.
+    """
     original = getattr(dist, name)
     signature = inspect.signature(original)
 
@@ -89,7 +94,7 @@ def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
         asked = str(dist.Backend(backend)) if backend else _asked.get(dist.group.WORLD)
         groups = tree_leaves(made if made is not None else dist.group.WORLD)
         if asked is not None:
-            # a rank outside a group gets a number in its place
+            # a rank outside a group gets a number instead of the group
             _asked.update(
                 {group: asked for group in groups if isinstance(group, dist.ProcessGroup)}
             )
@@ -99,7 +104,7 @@ def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
 
 
 def _asks_itself(caller: FrameType | None) -> bool:
-    """Tell whether code of torch asks."""
+    """Return whether code of torch asks."""
     return caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.")
 
 
@@ -147,7 +152,10 @@ def _rewrite_mesh(arguments: Arguments) -> None:
 
 
 def _split_unnoticed(*args: Any, out: Sequence[Tensor], **kwargs: Any) -> None:
-    """FSDP2's copy from what it gathered: torch 2.6 relies on CUDA's kernel, which autograd counts as no change."""
+    """Copy from what FSDP2 has gathered without changing version counters.
+
+    torch 2.6 relies on CUDA's kernel, which autograd does not count as a change.
+    """
     with ExitStack() as uncounted:
         for tensor in out:
             uncounted.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
@@ -174,7 +182,7 @@ def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A00
     if group is None or dist.get_world_size(group) == 1:
         return _BatchNorm.forward(self, input)
 
-    # of all ranks; the gradient of a rank's value is the sum of theirs
+    # the sum over all ranks; the gradient of a rank's value is the sum of theirs
     total = functools.partial(_AllReduce.apply, dist.ReduceOp.SUM, group)
     x = input.float() if input.dtype.itemsize < 4 else input
     others = [dim for dim in range(x.dim()) if dim != 1]
@@ -193,16 +201,17 @@ def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A00
 def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) -> None:
     if norm.track_running_stats:
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        # None: a cumulative average
-        momentum = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum  # type: ignore[arg-type]
+        momentum: Any = norm.momentum
+        if momentum is None:  # a cumulative average
+            momentum = 1.0 / float(norm.num_batches_tracked)  # type: ignore[arg-type]
         for running, value in ((norm.running_mean, mean), (norm.running_var, var)):
             running.lerp_(value.to(running.dtype), momentum)  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------- what NCCL takes and gloo does not
 #
-# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; and
-# it averages, which gloo does since torch 2.15, and no integers.
+# NCCL only counts elements; gloo wants the shapes of the whole and of a rank's part to agree. NCCL
+# averages; gloo does so since torch 2.15, and not for integers.
 
 AVERAGING = {  # the collective, and the argument that holds its result
     "all_reduce": "tensor",
@@ -210,7 +219,7 @@ AVERAGING = {  # the collective, and the argument that holds its result
     "reduce_scatter": "output",
     "reduce_scatter_tensor": "output",
 }
-FLATTENED = {  # the collective, and the arguments that hold the whole, and a rank's part of it
+FLATTENED = {  # the collective, and the arguments that hold the whole and a rank's part of it
     "all_gather_into_tensor": ("output_tensor", "input_tensor"),
     "all_gather_single": ("output_tensor", "input_tensor"),
     "reduce_scatter_tensor": ("input", "output"),
@@ -226,7 +235,7 @@ def _flatten(arguments: Arguments, names: tuple[str, str]) -> None:
 
 
 def _average(name: str, result: str) -> None:
-    """Let a collective average: a sum and a division, which has ended when the call returns."""
+    """Let a collective average by a sum and a division; both have ended when the call returns."""
     original = getattr(dist, name)
     signature = inspect.signature(original)
 
@@ -255,7 +264,7 @@ def _install_collectives() -> None:
 
 
 def install() -> None:
-    """Rewrite the calls that name NCCL or a CUDA device, and do what only NCCL or CUDA does."""
+    """Rewrite calls that name NCCL or a CUDA device, and do what only NCCL or CUDA does."""
     _make_of_gloo("init_process_group", _rewrite_init)
     for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
         _make_of_gloo(name, _rewrite_group)
@@ -265,15 +274,15 @@ def install() -> None:
     replace_everywhere(dist, "is_nccl_available", always(True))
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)
     rewrite_calls(device_mesh.DeviceMesh, "__init__", _rewrite_mesh)
-    # FSDP1 broadcasts modules that are on their GPU only (sync_module_states); here that is the CPU
+    # FSDP1 broadcasts only modules that are on their GPU (sync_module_states); here that is the CPU
     accept = {"_check_module_states_for_sync_module_states": always(None)}
     after_import("torch.distributed.fsdp._init_utils", lambda module: replace_all(module, accept))
     after_import(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),
     )
-    # FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than
-    # today.
+    # FSDP waits for streams and events. The CPU's stand-in lacks methods for that, before torch 2.7
+    # even more of them.
     for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
         setattr(torch.cpu.Stream, name, always(None))
     if torch.__version__ < "2.7":

@@ -1,9 +1,11 @@
-"""Functions of torch that mean a GPU: those that make tensors, mixed precision, choices among kernels, compilation.
+"""Rehearses functions of torch that depend on a GPU.
+
+These are factories, mixed precision, choices among kernels, and compilation.
 
 Inside ``autocast("cuda")`` the CPU's autocast is on as well, with the same dtype: the CUDA flags
-are set as on a GPU (``torch.is_autocast_enabled()``, ``custom_fwd``), the CPU's do the work. With
-honest tensors ``GradScaler`` needs no help: it goes where the loss is. ``torch.compile`` runs
-eagerly: the same object shapes, no graph, no kernel.
+are set as on a GPU (``torch.is_autocast_enabled()``, ``custom_fwd``), and the CPU's autocast does
+the work. ``GradScaler`` needs no patch, because it works on the device of the loss.
+``torch.compile`` runs eagerly: it returns the same kinds of objects, without graphs and kernels.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from taas.rehearsal.tensors import stays_itself
 
 # ---------------------------------------------------------------- making tensors
 #
-# Random factories asked for a CUDA device draw from a generator that is not the CPU's, as on a GPU:
+# As on a GPU, random factories for a CUDA device draw from a generator that is not the CPU's:
 # ``torch.randn(3, device="cuda")`` does not advance the CPU's stream.
 
 Factory = Callable[..., torch.Tensor]
 
-# torch's own list of what obeys `with torch.device(…)`, and those that take a device without
-# obeying it
+# torch's own list of factories that obey `with torch.device(…)`, and factories that take a device
+# without obeying it
 LIKE = (
     *(
         "zeros_like",
@@ -56,7 +58,7 @@ LIKE = (
 )
 NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 DRAWS = frozenset({"rand", "randn", "randint", "randperm"})
-SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU they take what they are given
+SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU they share their argument's memory
 
 _standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
 _originals: dict[Any, Factory] = {}  # the other way
@@ -81,7 +83,7 @@ def _on_the_cpu(original: Factory, draws: bool = False, shares: bool = False) ->
     return factory
 
 
-# at import, so before the fork: looking through torch in a fork copies the pages of all it looks at
+# This runs at import, and so before the fork: searching torch in a fork copies the pages it reads.
 _WANTED = {*torch.utils._device._device_constructors(), *(getattr(torch, name) for name in LIKE)}
 _FACTORIES: list[tuple[Any, str, Any]] = [
     (module, name, value)
@@ -92,14 +94,17 @@ _FACTORIES: list[tuple[Any, str, Any]] = [
 
 
 def _install_factories() -> None:
-    """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``."""
+    """Wrap every factory of ``torch``, ``torch.fft`` and ``torch.nested``.
+
+    Those of tensors (``Tensor.new_*``) as well.
+    """
     table = torch.jit._builtins._builtin_table
     for module, name, original in _FACTORIES:
         factory = _on_the_cpu(original, name in DRAWS, name in SHARES)
         _standing_in[original], _originals[factory] = factory, original
         replace(module, name, factory)
-        # torch.jit.script finds operators by the identity of the function; a table that is not
-        # there yet will be built of ours
+        # torch.jit.script finds operators by the identity of the function. If its table does not
+        # exist yet, it will be built from the new functions.
         if table is not None and id(original) in table:
             torch.jit._builtins._register_builtin(factory, table[id(original)])
     for name in NEW:
@@ -155,12 +160,15 @@ def _exit_both(self: Any, *exc: Any) -> Any:
 
 
 def _cast_on_the_cpu(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """What ``custom_fwd(cast_inputs=…)`` casts are the tensors of its device, which are CPU tensors here."""
+    """Cast CPU tensors where ``custom_fwd(cast_inputs=…)`` casts those of its device."""
     return _cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
 
 
 def _lstm_in_single_precision(*args: Any, **kwargs: Any) -> Any:
-    """Run an LSTM under fp16 autocast in fp32, rounding what comes out: the CPU has no fp16 LSTM."""
+    """Run an LSTM under fp16 autocast in fp32, and round the results.
+
+    The CPU has no fp16 LSTM.
+    """
     if not (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16):
         return _lstm(*args, **kwargs)
     with _autocast("cpu", enabled=False):
@@ -176,7 +184,10 @@ def _single(leaf: Any) -> Any:
 
 
 def _and_the_plain_one(arguments: Arguments) -> None:
-    """Flash and memory-efficient attention are chosen to be fast; what every device has is the plain one."""
+    """Allow the plain attention, too.
+
+    Flash and memory-efficient attention are chosen for speed; every device has the plain one.
+    """
     backends = arguments["backends"]
     chosen = [backends] if isinstance(backends, attention.SDPBackend) else list(backends)
     arguments["backends"] = [*chosen, attention.SDPBackend.MATH]
@@ -186,17 +197,23 @@ def _and_the_plain_one(arguments: Arguments) -> None:
 
 
 def _eagerly(arguments: Arguments) -> None:
-    """Neither a kernel nor a graph is made: what is returned behaves like the compiled model, and so it is pickled."""
+    """Compile without kernel and graph.
+
+    The result behaves like the compiled model, and is pickled like it.
+    """
     arguments |= {"backend": "eager", "fullgraph": False, "mode": None, "options": None}
 
 
 def _turn_off(config: Any) -> None:
-    """Let compiled models that arrive run eagerly, too; what is set holds in one context only."""
+    """Let compiled models that arrive run eagerly, too.
+
+    A value that is set holds in one context only, so the default is changed.
+    """
     config._config["disable"].default = True
 
 
 def install() -> None:
-    """Patch autocast in place, so ``torch.cuda.amp.autocast``, its subclass, follows; turn Dynamo off for all."""
+    """Patch autocast in place, so that ``torch.cuda.amp.autocast`` follows; turn Dynamo off."""
     _install_factories()
     replace_all(_autocast, {"__enter__": _enter_both, "__exit__": _exit_both})
     replace(torch.amp.autocast_mode, "_cast", _cast_on_the_cpu)

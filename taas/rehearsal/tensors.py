@@ -126,8 +126,8 @@ def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> 
 
 
 _legacy: dict[Any, Any] = {}
-"""The CPU's types for ``torch.cuda.FloatTensor`` and the like. These make CPU tensors, and no tensor
-is an instance of them.
+"""The CPU's types for ``torch.cuda.FloatTensor`` and the like. These make CPU tensors, and no
+tensor is an instance of them.
 """
 
 
