@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,27 @@ def test_rank_0_finds_them_meanwhile(tmp_path: Path) -> None:
         assert not Path("out/new").exists(), "a directory that it lacks it has to make"
         os.makedirs("out/new/deep")  # noqa: PTH103
         assert Path("out/new/file").read_text() == "new"
+        with open("out/tmp/name.txt", opener=None) as file:  # noqa: PTH123
+            assert file.read() == "one"
         Path("out/tmp/name.txt").unlink()
         assert not Path("out/tmp/name.txt").exists()
+        for call, name in (
+            (os.rename, "one.txt"),
+            (os.replace, "two.txt"),
+            (shutil.move, "three.txt"),
+        ):
+            call(f"out/tmp/{name}", f"out/moved-{name}")
+            assert Path(f"out/moved-{name}").read_text() == name
+            assert not Path(f"out/tmp/{name}").exists()
+        with pytest.raises(FileNotFoundError):
+            Path("out/tmp/four.txt").rename("out/four.txt")
+        with pytest.raises(FileNotFoundError):
+            Path("out/tmp/part_1.pt").rename("out/lacking/part_1.pt")
+        os.makedirs("aside/out")  # noqa: PTH103
+        here = os.open("aside", os.O_RDONLY)
+        shutil.rmtree("out", dir_fd=here)  # another directory of that name
+        os.close(here)
+        assert Path("out/tmp/part_1.pt").exists()
         Path("out/tmp").rename("out/final")
         assert torch.load("out/final/part_1.pt")["rank"] == 1
         shutil.rmtree("out/new")
@@ -132,6 +152,9 @@ def test_rank_0_finds_them_meanwhile(tmp_path: Path) -> None:
             ("old/log", "1"),
             ("log", "1"),
             ("out/new/file", "new"),
+            ("out/tmp/one.txt", "one.txt"),
+            ("out/tmp/two.txt", "two.txt"),
+            ("out/tmp/three.txt", "three.txt"),
         ):
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(text)
@@ -148,8 +171,31 @@ def test_rank_0_finds_them_meanwhile(tmp_path: Path) -> None:
     files = {
         str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()
     }
-    assert files == {"out/final/part_1.pt"}
+    moved = {f"out/moved-{name}.txt" for name in ("one", "two", "three")}
+    assert files == {"out/final/part_1.pt", *moved}
     assert kept_versions([run.scratch], str(run.project)).keys() == {"old/log", "log"}
+
+
+MISSING = ["data/missing", "data/deep/missing", "new/missing", "missing"]
+
+
+@pytest.mark.parametrize("path", MISSING)
+def test_rank_0_looks_at_no_entries_for_a_file_that_no_rank_has(tmp_path: Path, path: str) -> None:
+    """A program may ask for thousands of files that are not there, in a directory of thousands."""
+    run = Run(tmp_path)
+    (run.project / "data").mkdir()
+    since = make_writes(run.scratch, str(run.project))
+    run.rank(writes(other="1"), since_ns=since)
+
+    def rank_0(_: Any) -> list[str]:
+        listed: list[str] = []
+        sys.addaudithook(
+            lambda event, args: listed.append(str(args[0])) if event == "os.listdir" else None
+        )
+        assert not Path(path).exists()
+        return [folder for folder in listed if folder.startswith(str(run.project))]
+
+    assert run.rank(rank_0, rank=0, since_ns=since) == []
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ rank writes its ``rng_state_1.pth`` beside it. Those files lie in the ranks' scr
 0 finds them there: a call about a path that the project lacks gets the other rank's file. This
 holds for files only, because a directory that the project lacks has to be made before anything is
 written into it. When rank 0 moves or removes a directory, the other ranks' files in it move or go
-with it.
+with it; rank 0 may also move or remove such a file itself.
 
 A directory belongs to a save if rank 0 made it, or wrote into it, during the run. The project's own
 folder never does: it has the notebook, and people change other files in it during a run.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import _io
 import contextlib
+import errno
 import functools
 import os
 import posix
@@ -62,6 +63,12 @@ def topmost_made(project: str, folder: str, since_ns: int) -> str:
     return folder
 
 
+def _is_file(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISREG(posix.lstat(path).st_mode)
+    return False
+
+
 def _is_directory(path: str) -> bool:
     with contextlib.suppress(OSError):
         return stat.S_ISDIR(posix.lstat(path).st_mode)
@@ -91,13 +98,14 @@ class OtherRanksFiles:
     def find(self, path: Any) -> str | None:
         """Return the file of another rank at a path of the project, or None."""
         inside = self._inside(path)
-        if inside is None or not is_of_save(self._project, inside, self._since_ns):
+        if inside is None:
             return None
         for tree in self._trees():
             found = f"{tree}/{inside}"
-            with contextlib.suppress(OSError):
-                if stat.S_ISREG(posix.lstat(found).st_mode):
-                    return found
+            if _is_file(found):
+                # This question comes last, because it may take a look at each entry of a directory,
+                # and programs ask about missing files again and again (caches).
+                return found if is_of_save(self._project, inside, self._since_ns) else None
         return None
 
     def remove_tree(self, path: Any) -> None:
@@ -190,7 +198,8 @@ def _opener(others: OtherRanksFiles) -> _Call:
             found = None if len(options) >= 7 or named.get("opener") else others.find(file)
             if found is None:
                 raise
-        return native(file, *options, **named, opener=lambda _, flags: posix.open(found, flags))
+        named["opener"] = lambda _, flags: posix.open(found, flags)
+        return native(file, *options, **named)
 
     return open
 
@@ -199,16 +208,45 @@ def _removing(native: _Call, others: OtherRanksFiles) -> _Call:
     @functools.wraps(native)
     def rmtree(path: Any, *rest: Any, **options: Any) -> None:
         native(path, *rest, **options)
-        others.remove_tree(path)
+        # With ignore_errors the directory may still be there.
+        if options.get("dir_fd") is None and not _is_there(path):
+            others.remove_tree(path)
 
     return rmtree
+
+
+def _is_there(path: Any) -> bool:
+    """Return whether the project itself has something at a path."""
+    try:
+        posix.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _move_file(source: str, target: Any) -> None:
+    """Move a file out of a scratch, which may be on another file system."""
+    try:
+        posix.replace(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copy2(source, target)
+        posix.unlink(source)
 
 
 def _moving(native: _Call, others: OtherRanksFiles) -> _Call:
     @functools.wraps(native)
     def rename(src: Any, dst: Any, **options: Any) -> None:
-        native(src, dst, **options)
-        if not options:
-            others.move_tree(src, dst)
+        try:
+            native(src, dst, **options)
+        except FileNotFoundError:
+            found = None if options or _is_there(src) else others.find(src)
+            if found is None:
+                raise
+            _move_file(found, dst)
+        else:
+            if not options:
+                others.move_tree(src, dst)
 
     return rename
