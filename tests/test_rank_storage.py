@@ -410,6 +410,28 @@ def test_root_does_not_write_past_the_wall_by_the_disk_itself(run: Run, how: str
     )
 
 
+@needs_mounts
+@pytest.mark.parametrize("project", ["/", "/dev/..", "the folder with a link to /"])
+def test_the_disk_is_closed_where_the_project_has_the_devices(run: Run, project: str):
+    """The rank sees /dev as it was, and the devices in it are closed."""
+    if not (disk := _disk()):
+        pytest.skip("there is no block device that this process may write")
+    (run.base / "link").symlink_to("/")
+    policy = run.policy(1) | {
+        "project": project if "/dev" in project or project == "/" else str(run.base / "link")
+    }
+
+    def body():
+        rank_storage.guard(**policy, mechanisms=("mount",))
+        try:
+            os.open(disk, os.O_WRONLY)
+        except OSError as error:
+            return [error.errno, os.access("/dev/null", os.W_OK), Path(disk).is_block_device()]
+        return "it was opened"
+
+    assert join(fork(body)) == [errno.EACCES, True, True]
+
+
 @needs_user_namespaces
 def test_a_refused_mechanism_gives_way_to_the_next(run: Run):
     """Where namespaces are refused, Landlock stands."""

@@ -80,21 +80,23 @@ def _raise_mount(boundary: Boundary) -> str:
     If that is refused, the process may be in a new namespace afterwards, which restricts nothing.
     """
     project = boundary.project
-    with _linux.own_mounts(_WAYS_ROUND) as as_root, _linux.still_seen(boundary.open):
-        _linux.mount(project, project, _linux.MS_BIND | _linux.MS_REC)
-        if project == "/":
-            # Absolute paths begin at this process's root, which lies below the new mount; ".." of
-            # the root leads to the mount.
-            os.chdir("/..")
-            os.chroot(".")
-        try:
-            _linux.mount_readonly(project)
-        except OSError as error:
-            if error.errno != errno.ENOSYS:
-                raise
-            for entry in _linux.mounts():
-                if resolve_beneath(entry.point, project) is not None:
-                    _linux.remount_readonly(entry)
+    with _linux.own_mounts(_WAYS_ROUND) as as_root:
+        with _linux.still_seen(boundary.open):
+            _linux.mount(project, project, _linux.MS_BIND | _linux.MS_REC)
+            if project == "/":
+                # Absolute paths begin at this process's root, which lies below the new mount; ".."
+                # of the root leads to the mount.
+                os.chdir("/..")
+                os.chroot(".")
+            try:
+                _linux.mount_readonly(project)
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    raise
+                for entry in _linux.mounts():
+                    if resolve_beneath(entry.point, project) is not None:
+                        _linux.remount_readonly(entry)
+        # They are closed in the /dev that the rank sees: if the project has it, that is mounted last.
         for device in _writable_disks():
             _linux.close_device(device)
     if not os.statvfs(project).f_flag & os.ST_RDONLY:
@@ -113,7 +115,10 @@ def _writable_disks() -> list[str]:
     while folders:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
-                mode = entry.stat(follow_symlinks=False).st_mode
+                try:
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                except OSError:  # it is gone, and says nothing about the entries after it
+                    continue
                 if stat.S_ISDIR(mode):
                     folders.append(entry.path)
                 elif stat.S_ISBLK(mode) and os.access(entry.path, os.W_OK):
