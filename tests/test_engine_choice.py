@@ -135,6 +135,8 @@ def test_the_environment_on_a_vm() -> None:
         ("7|PREEMPTED|None|1:00:00|0:00|taas, by hand", "RunLost", "was preempted"),
         ("7|COMPLETED|None|1:00:00|0:00|(null)", "RunLost", "is over (COMPLETED)"),
         ("7|COMPLETED|None|1:00:00|0:00|a|b", "RunLost", "is over (COMPLETED)"),
+        ("7|COMPLETED|None|1:00:00|0:00|two\nlines", "RunLost", "is over (COMPLETED)"),
+        ("6|RUNNING|None|1:00:00|0:30|a|\n\nb\n7|PREEMPTED|None|1|0|c", "RunLost", "was preempted"),
         (
             "7|COMPLETED|None|1:00:00|0:00|taas: no numpy there",
             "EngineError",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -137,6 +139,33 @@ def test_a_gpu_is_known_by_its_place_on_the_bus(
     assert [gpu.name for gpu in found] == names
     assert [gpu.device for gpu in found] == devices
     assert present_gpus(tmp_path) == (len(models) if usable is None else len(usable))
+
+
+ANSWERS = {
+    "each": [f"{uuid}, 0000{bus.upper()}" for uuid, bus in zip(UUIDS, BUSES, strict=True)],
+}
+ANSWERS["a warning after them"] = [
+    *ANSWERS["each"],
+    "WARNING: infoROM is corrupted at gpu 0000:3B:00.0",
+]
+ANSWERS["warnings before them"] = ["", "Unable to determine the device handle", *ANSWERS["each"]]
+ANSWERS["a warning with a comma"] = [*ANSWERS["each"], "WARNING: GPU 0, infoROM, is corrupted"]
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_gpus_that_sleep_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The driver shows no UUID of a GPU that was not used yet; ``nvidia-smi`` says it, among warnings."""
+    _machine(tmp_path, ALIKE)
+    for shown in tmp_path.glob("proc/driver/nvidia/gpus/*/information"):
+        shown.write_text(re.sub(r"GPU-\S+", "GPU-????????-????", shown.read_text()))
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(ANSWERS[case]) + "\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = physical(["GPU-bbbb", UUIDS[0]], {}, tmp_path)
+    assert [gpu.device for gpu in found] == [BUSES[1], BUSES[0]]
 
 
 # ---------------------------------------------------------------- what is no GPU of its own

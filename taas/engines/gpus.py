@@ -141,8 +141,12 @@ def _asked_for_uuids() -> dict[str, str]:
         )
     except (OSError, subprocess.SubprocessError):
         return {}
-    lines = [line.split(", ") for line in done.stdout.splitlines()]
-    return {uuid: bus.strip().lower()[-len("0000:00:00.0") :] for uuid, bus in lines}
+    found = {}
+    for line in done.stdout.splitlines():
+        uuid, _, bus = line.partition(", ")
+        if uuid.startswith("GPU-"):  # else a warning, such as that a GPU's infoROM is corrupted
+            found[uuid] = bus.strip().lower()[-len("0000:00:00.0") :]
+    return found
 
 
 def refused_as_mig(names: Sequence[str], needed: int, root: Path = Path("/")) -> str:

@@ -266,8 +266,11 @@ def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
 
 def read_queue(said: str) -> dict[str, Standing]:
     """Read what ``squeue`` printed: how jobs stand, by their numbers."""
-    rows = [line.replace("(null)", "").split("|", 5) for line in said.splitlines()]
-    return {job: Standing._make(standing) for job, *standing in rows}
+    columns = _FORMAT.count("|")
+    rows = [line.replace("(null)", "").split("|", columns) for line in said.splitlines()]
+    # a shorter row is the second line of a job's comment, which may have several
+    whole = [row for row in rows if len(row) == columns + 1]
+    return {job: Standing._make(standing) for job, *standing in whole}
 
 
 def address_towards(host: str) -> str:
