@@ -81,7 +81,10 @@ def _groups() -> Iterator[tuple[_Version, Path]]:
     A container often sees its own group as the root of the hierarchy, while the path in
     /proc/self/cgroup begins further up. Such a path leads nowhere; the root is read in any case.
     """
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except FileNotFoundError:  # a kernel without control groups
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:

@@ -154,6 +154,15 @@ def test_a_limit_of_version_2(tmp_path: Path, case: str) -> None:
         assert (free, total) == (expected * _MB, limit * _MB)  # type: ignore[operator]
 
 
+@needs_mounts
+def test_a_kernel_without_control_groups() -> None:
+    """Its machine's memory counts."""
+    [[free, total, _, _]] = _asked("mount -t tmpfs none /proc/$$", "")
+    machine = psutil.virtual_memory()
+    assert total == machine.total
+    assert free > machine.available / 4  # type: ignore[operator]
+
+
 @pytest.fixture
 def limited(group: Path, tmp_path: Path) -> Iterator[Notebook]:
     """A notebook of its own, in the group with a limit."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +249,30 @@ def test_old_runs_make_room(make: Make) -> None:
     assert [record.name for record in removed] == ["r1", "r2"]
     assert [record.name for record in read_records()] == ["r3", "r4"]
     assert [record.name for record in make_room(runs=0, nbytes=0, now=1e9)] == ["r3"]
+
+
+@pytest.mark.parametrize("inside", ["", "restart-1/0", "a/b/c/d"])
+def test_folders_may_change_while_room_is_made(make: Make, inside: str) -> None:
+    """Folders of runs go on changing, and another supervisor removes old ones at the same time."""
+    record = make(state="over", outcome="done", submitted=1.0, ended=4000.0)
+    make(state="over", outcome="done", submitted=2.0, ended=4000.0)
+    top = record.folder / "changing"
+    over = threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            (top / inside).mkdir(parents=True, exist_ok=True)
+            (top / inside / "file").write_text("some")
+            shutil.rmtree(top)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(300):
+            assert make_room(runs=10, now=1e9) == []
+    finally:
+        over.set()
+        changing.join()
 
 
 def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> None:

@@ -355,10 +355,12 @@ def make_room(
 
 
 def _size_of(folder: Path) -> int:
+    """Return the bytes on disk beneath a folder, which may change, or be removed, meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.lstat().st_blocks * 512
+    for parent, folders, files in os.walk(folder):  # it skips what it cannot list
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).lstat().st_blocks * 512
     return total
 
 
