@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import resource
 import signal
+import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -19,7 +22,10 @@ from notebook_harness import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from taas import rehearsal
-from taas.delivery.messages import Failed, HostLost, Note, ProgressReport
+from taas.delivery.connection import Element, Holdings
+from taas.delivery.messages import ElementArrival, Failed, HostLost, Note, ProgressReport
+from taas.delivery.pinning import PinAhead
+from taas.delivery.slab import Slabs
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
@@ -384,6 +390,48 @@ def test_what_user_code_raises_is_raised_at_its_place(place: str, error: BaseExc
     assert kind is (KeyError if isinstance(error, KeyError) else DeliveryError)
     assert type(error).__name__ in said
     assert "test_delivery_faults.py" in said
+
+
+_taken = threading.Event()
+
+
+def _interrupt_who_takes() -> None:
+    """In the thread that pins, while it builds an element: interrupt the main thread once it waits for that."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        inner = sys._current_frames()[main]
+        if inner.f_code is threading.Condition.wait.__code__:
+            break
+    signal.pthread_kill(main, signal.SIGINT)
+    assert _taken.wait(60)
+
+
+class _Interrupts:
+    def __reduce__(self) -> Any:
+        return _interrupt_who_takes, ()
+
+
+def test_an_interrupt_while_an_element_is_pinned_costs_no_memory() -> None:
+    """Its slot is given back like that of an element that was yielded."""
+    fd = os.memfd_create("slabs")
+    os.ftruncate(fd, 1 << 20)
+    holdings = Holdings(Slabs(fd), 1 << 20)
+    os.close(fd)
+    stream = pickle.dumps(_Interrupts())
+    element = Element(ElementArrival(7, 1, 0, 0, 4096, 64, False, len(stream)), stream, None)
+    ahead = holdings.hold_ahead(element)
+    assert ahead is not None
+    pins = PinAhead()
+    pins.begin(ahead)
+    del ahead
+    with pytest.raises(KeyboardInterrupt):
+        pins.take(element)
+    _taken.set()
+    pins.end()
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "taas-pins"]
+    thread.join(60)
+    assert holdings.told() == [7]
 
 
 def test_units_end_the_iteration_then_the_next_one() -> None:

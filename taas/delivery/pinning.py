@@ -58,8 +58,8 @@ class PinAhead:
         pinned, self._next = self._next, None
         if pinned is None or pinned.ahead.element is not element:
             return None
+        pinned.ahead.taken()  # first, so that an interrupt of the wait does not cost its slot
         pinned.done.wait()
-        pinned.ahead.taken()
         if pinned.error is not None:
             raise pinned.error
         return pinned.value
