@@ -178,12 +178,12 @@ def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_p
         notebook.wait_for("ready")
         refused = other.run("%taas stop")
         assert (
-            f"that go on (mine of {notebook.folder}/), 0 are meant; type %taas stop"
-            in refused.stderr
+            "no run of this notebook goes on, but others do; "
+            f"type %taas stop mine ({notebook.folder}/)" in refused.stderr
         )
         until(lambda: terminal("status").stdout.splitlines()[1].split()[:2] == ["mine", "running"])
         other.good("#pragma taas --gpus 1 --background --name theirs" + GATED.format(gate="never"))
-        assert "2 are meant" in terminal("stop").stderr
+        assert "2 runs go on here; type one of taas stop mine" in terminal("stop").stderr
         assert "theirs stopped after" in other.good("%taas stop").stdout
         assert "mine stopped after" in other.good("%taas stop mine").stdout
         ran = notebook.end()
@@ -318,6 +318,7 @@ def test_a_line_that_waits_for_a_person_is_not_stale(notebook: Notebook) -> None
     """It stands still until there is an answer."""
     notebook.start("#pragma taas --gpus 1\nx = input('who? ')", keyboard=True)
     notebook.asked()
+    notebook.wait_for_line("asked for an answer")
     last = notebook._ran.updates[-1]["data"]["text/html"]
     notebook.answer("me")
     notebook.end()

@@ -303,8 +303,8 @@ class Broken(Dataset):
     def __len__(self): return 8
     def __getitem__(self, i): return self.decode(i)
     def decode(self, i):
-        try: return [0, 1, 2, 3, 4][i]
-        except IndexError as error: raise ValueError(f"cannot decode picture {i}") from error  # broken
+        try: return {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 6: 6, 7: 7}[i]
+        except KeyError as error: raise ValueError(f"cannot decode picture {i}") from error  # broken
 class Lines(IterableDataset):
     def __iter__(self):
         yield 0

@@ -122,13 +122,15 @@ def test_an_agent_says_it(tmp_path: Path) -> None:
         pid = notebook.processes().supervisor[0].pid
         for kind in KINDS[:3]:
             notebook.start(
-                "#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)"
+                "#pragma taas --gpus 2 --name goes\nimport time\nprint('ready',"
+                " flush=True)\ntime.sleep(600)"
             )
             notebook.wait_for("ready")
             (folder / "new").write_bytes(unreadable(kind, "OfJob"))
-            (folder / "new").rename(
-                folder / "says"
-            )  # with the next that it says of what its ranks use
+            (folder / "new").rename(folder / "says")
+            [connection] = [one for one in all_connections() if one.kernel.pid == notebook.pid]
+            with Visit(connection) as visit:  # the agent says it in its answer
+                visit.say(RunRequest(run="goes", what="stacks"))
             ran = notebook.end()
             (folder / "says").unlink()
             assert ran.ename == "RunLost"

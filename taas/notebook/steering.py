@@ -155,13 +155,13 @@ def _only_run(frontend: Frontend) -> RunRecord:
         return mine[0]
     if not live:
         raise HeaderError("%taas stop: no run goes on; %taas history says how the last ones ended")
-    names = ", ".join(
-        f"%taas stop {told_apart(record, live)} ({record.owner})" for record in mine or live
-    )
+    meant = mine or live
+    names = ", ".join(f"%taas stop {told_apart(record, live)} ({record.owner})" for record in meant)
+    one_of = "one of " if len(meant) > 1 else ""
     fact = (
         f"{len(mine)} runs go on here" if mine else "no run of this notebook goes on, but others do"
     )
-    raise HeaderError(f"%taas stop: {fact}; type one of {names}")
+    raise HeaderError(f"%taas stop: {fact}; type {one_of}{names}")
 
 
 def _stop(frontend: Frontend, line: Line) -> None:
