@@ -117,6 +117,7 @@ class Notebook:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
+        self._of_others = {child.pid for child in psutil.Process().children(recursive=True)}
         self._manager = manager or KernelManager(kernel_name="python3")
         self._manager.start_kernel(cwd=str(folder), env={**os.environ, **(environ or {})})
         self._client = self._manager.blocking_client()
@@ -260,8 +261,18 @@ class Notebook:
         self._manager.shutdown_kernel(now=True)
         self._manager.cleanup_resources()
 
+    def _is_anothers(self, pid: int, parents: dict[int, int]) -> bool:
+        while pid in parents:
+            if pid in self._of_others:
+                return True
+            pid = parents[pid]
+        return False
+
     def processes(self) -> Processes:
-        """Return what taas runs for this notebook: descendants of this process, which adopts orphans."""
+        """Return what taas runs for this notebook: descendants of this process, which adopts orphans.
+
+        What descends from a process that was there before this notebook is another notebook's.
+        """
         found: dict[str, list[psutil.Process]] = {
             name: [] for name in Processes.__dataclass_fields__
         }
@@ -270,6 +281,8 @@ class Notebook:
             for child in psutil.Process().children(recursive=True)
             if (row := _row(child)) is not None
         ]
+        parents = {process.pid: parent for process, _, parent, _ in table}
+        table = [row for row in table if not self._is_anothers(row[0].pid, parents)]
         commands = {process.pid: command for process, command, _, _ in table}
 
         def is_one(command: str, parent: int, module: str) -> bool:
