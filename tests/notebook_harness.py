@@ -24,7 +24,11 @@ _NOT_A_RANK_YET = (lifeline.SPARE_NAME, lifeline.FORKSERVER_NAME)
 _STATE = "import os, sys; print((dict(os.environ), sys.path, set(sys.modules)))"
 _RENEW = """
 import os, sys
+import taas
+from taas.dataloader_registry import _registry
 environ, path, modules = {state}
+for entry in list(_registry.values()):
+    taas.unregister(entry.loader)
 for name in sys.modules.keys() - modules:
     if os.path.dirname(os.getcwd()) in str(getattr(sys.modules[name], "__file__", "")):
         del sys.modules[name]
