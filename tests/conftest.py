@@ -43,7 +43,6 @@ _MINUTES = (
     "test_keep",
     "test_rank_storage_attacks",
     "test_launch",
-    "test_same_notebook",
     "test_children",
     "test_endings",
     "test_background",
@@ -86,7 +85,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes longest: the other processes would wait for the one that begins it last."""
+    """Begin with what takes longest.
+
+    The other processes would wait for the one that begins it last.
+    """
     if config.getoption("rows"):
         dropped = _not_drawn(items, config.getoption("rows"), config.getoption("day"))
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
@@ -101,12 +103,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item]:
-    """Return the rows of long tables, and the tests of slow files, that are not drawn today."""
+    """Return the rows of long tables, and the tests of slow files, that are not drawn today.
+
+    A table may stand in several files, in which its test has the same name.
+    """
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
-        name, is_row, _ = item.nodeid.partition("[")
+        node, is_row, _ = item.nodeid.partition("[")
         if item.get_closest_marker("slow") or (is_row and _has_processes(item)):
-            tables.setdefault(name if is_row else str(item.path), []).append(item)
+            table = node.rpartition("::")[2] if is_row else str(item.path)
+            tables.setdefault(table, []).append(item)
     dice = random.Random(day)
     dropped: set[pytest.Item] = set()
     for name, table in tables.items():
@@ -123,7 +129,7 @@ def _has_processes(item: pytest.Item) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See what tests leave behind: adopt orphans and, where one may mount, take a /dev/shm of one's own."""
+    """See what tests leave behind: adopt orphans, and mount a /dev/shm where that is allowed."""
     if config.getoption("rows"):
         os.environ["TAAS_FEW"] = "1"  # for what draws more than rows of a table
     _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -135,7 +141,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No variable of the person who runs the suite reaches a test; runtime files go to folders of its own."""
+    """No variable of the person who runs the suite reaches a test.
+
+    Runtime files go to folders of its own.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("TAAS_", "MASTER_", "TORCHELASTIC_", "JPY_")) or name in _OF_A_RUN:
@@ -167,7 +176,10 @@ def alive_below() -> set[int]:
 
 
 def _of_shared(process: psutil.Process, before: set[int]) -> bool:
-    """Whether a supervisor that was there before has it: a notebook shared by several tests warms up meanwhile."""
+    """Return whether a supervisor that was there before has started it.
+
+    A notebook shared by several tests warms up meanwhile.
+    """
     try:
         return any(
             parent.pid in before and "taas.supervisor" in parent.cmdline()
@@ -178,7 +190,10 @@ def _of_shared(process: psutil.Process, before: set[int]) -> bool:
 
 
 def _left(before: set[int]) -> list[str]:
-    """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
+    """Return the commands of the processes that stay.
+
+    They are killed, so that later tests do not find them.
+    """
     processes = [
         process for process in there(alive_below() - before) if not _of_shared(process, before)
     ]
@@ -197,7 +212,10 @@ def _shared_memory() -> set[str]:
 
 
 def _memory_left(before: set[str]) -> set[str]:
-    """What has come to /dev/shm and stays: a semaphore has a name until the process it is for has opened it."""
+    """What has come to /dev/shm and stays.
+
+    A semaphore has a name until the process it is for has opened it.
+    """
     deadline = time.monotonic() + 90
     while (left := _shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -237,7 +255,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _hold(fixture: str, made: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Have what a fixture stands for, and keep it while tests follow that need it, of whatever module."""
+    """Make what a fixture stands for, and keep it while tests of any module need it."""
     if fixture not in _held:
         _held[fixture] = contextlib.ExitStack()
         _held[fixture].enter_context(made())
@@ -259,10 +277,12 @@ def warm() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End kernel and forkservers before a module that does not begin with a test that needs them."""
+    """End kernel and forkservers before a module whose first test does not need them."""
     if nextitem is None or nextitem.path != item.path:
-        for fixture in _held.keys() - {*getattr(nextitem, "fixturenames", ())}:
-            _held.pop(fixture).close()
+        needed = {*getattr(nextitem, "fixturenames", ())}
+        # The last one begun ends first: each counts as left what was begun after it.
+        while _held.keys() - needed:
+            _held.popitem()[1].close()
 
 
 @contextlib.contextmanager
@@ -302,7 +322,7 @@ def notebook(kernel: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Note
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RayCluster]:
-    """Ray nodes with addresses and files of their own, which offer what the module's ``NODES`` says."""
+    """Ray nodes with addresses and files of their own, as the module's ``NODES`` says."""
     missing = why_not()
     if missing:
         pytest.skip(f"no Ray nodes on this machine: {missing}")

@@ -6,11 +6,12 @@ import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
 import pytest
+from blocks import block
 from oracle import play, row
 
 from taas.capture import (
@@ -78,28 +79,93 @@ def _refused(setup: str, cell: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("setup", "cell", "parts"),
-    [
-        (
-            "import threading\nclass T: pass\ntrainer = T(); trainer.inner = {'conn': [1, threading.Lock()]}",
-            "trainer.inner",
-            ("the cell needs 'trainer'", "trainer.inner['conn'][1] is a _thread.lock", "Nothing was started"),
+class Refused(NamedTuple):
+    """A name that the cell needs, and that cannot travel.
+
+    Attributes:
+        parts: of the message.
+    """
+
+    setup: str
+    cell: str
+    parts: tuple[str, ...]
+
+
+REFUSED = [
+    Refused(
+        setup="""
+            import threading
+            class T: pass
+            trainer = T()
+            trainer.inner = {"conn": [1, threading.Lock()]}
+        """,
+        cell="trainer.inner",
+        parts=(
+            "the cell needs 'trainer'",
+            "trainer.inner['conn'][1] is a _thread.lock",
+            "Nothing was started",
         ),
-        ("g = (i for i in ())", "next(g)", ("'g' is a generator", "make it inside the cell, or a list of it before")),
-        ("f = open('/dev/null')", "f.read()", ("TextIOWrapper", "open it inside the cell")),
-        ("import threading\nd = {'k': threading.Lock()}\ndef f(x=d): return x", "f()", ("f.__defaults__[0]['k']",)),
-        ("import threading\ndef m():\n    l = [threading.Lock()]\n    return lambda: l\nf = m()", "f()", ("f closure variable l[0]",)),
-        ("class S:\n    __slots__ = 'a'\ns = S(); s.a = (i for i in ())", "s.a", ("s.a is a generator",)),
-        ("import threading\nclass B:\n    locks = [threading.Lock()]\nclass A(B): pass\na = A(); a.x = 1", "a", ("a.locks[0] is a _thread.lock",)),
-    ],
-)  # fmt: skip
-def test_a_surely_needed_name_that_cannot_travel(
-    setup: str, cell: str, parts: tuple[str, ...]
-) -> None:
+    ),
+    Refused(
+        setup="g = (i for i in ())",
+        cell="next(g)",
+        parts=("'g' is a generator", "make it inside the cell, or a list of it before"),
+    ),
+    Refused(
+        setup="f = open('/dev/null')",
+        cell="f.read()",
+        parts=("TextIOWrapper", "open it inside the cell"),
+    ),
+    Refused(
+        setup="""
+            import threading
+            d = {"k": threading.Lock()}
+            def f(x=d): return x
+        """,
+        cell="f()",
+        parts=("f.__defaults__[0]['k']",),
+    ),
+    Refused(
+        setup="""
+            import threading
+            def m():
+                l = [threading.Lock()]
+                return lambda: l
+            f = m()
+        """,
+        cell="f()",
+        parts=("f closure variable l[0]",),
+    ),
+    Refused(
+        setup="""
+            class S:
+                __slots__ = "a"
+            s = S()
+            s.a = (i for i in ())
+        """,
+        cell="s.a",
+        parts=("s.a is a generator",),
+    ),
+    Refused(
+        setup="""
+            import threading
+            class B:
+                locks = [threading.Lock()]
+            class A(B): pass
+            a = A()
+            a.x = 1
+        """,
+        cell="a",
+        parts=("a.locks[0] is a _thread.lock",),
+    ),
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.cell)
+def test_a_surely_needed_name_that_cannot_travel(refused: Refused) -> None:
     """The variable, the path inside it, its type, and what to do."""
-    message = _refused(setup, cell)
-    for part in parts:
+    message = _refused(block(refused.setup), refused.cell)
+    for part in refused.parts:
         assert part in message
 
 
@@ -114,19 +180,37 @@ def test_a_maybe_needed_name_stays_behind_with_its_reason(rounds: Any) -> None:
 OWNER = """
 import threading, torch
 class T: pass
-t = T(); t.items = [1]; t.inner = T(); t.inner.n = 1; t.weight = torch.ones(3); t.buffers = {'a': t.weight}
-table = {'t': t, 'n': 1}; others = [1]; alone = torch.zeros(2)
+t = T()
+t.items = [1]
+t.inner = T()
+t.inner.n = 1
+t.weight = torch.ones(3)
+t.buffers = {"a": t.weight}
+table = {"t": t, "n": 1}
+others = [1]
+alone = torch.zeros(2)
+"""
+CHANGES_OWNER = """
+t.items.append(2)
+t.inner.n = 2
+t.inner.lock = threading.Lock()
+t.weight.add_(1)
+t.buffers["b"] = 1
+t.new = 5
+table["n"] = 2
+others.append(2)
+alone.add_(3)
+both = [t, others]
 """
 
 
 def test_an_object_of_which_a_part_is_refused_stays_whole_as_it_was(rounds: Any) -> None:
-    """Its containers, its other parts and its memory, too; what holds it, and what lies beside it, comes."""
+    """With its containers, other parts and memory.
+
+    What holds it, and what lies beside it, comes.
+    """
     one = rounds(OWNER, "t, table, others, alone, threading")
-    applied = one.run(
-        "t.items.append(2); t.inner.n = 2; t.inner.lock = threading.Lock(); t.weight.add_(1);"
-        " t.buffers['b'] = 1\nt.new = 5; table['n'] = 2; others.append(2); alone.add_(3); both ="
-        " [t, others]"
-    )
+    applied = one.run(CHANGES_OWNER)
     t = one.notebook["t"]
     assert (t.items, vars(t.inner), t.weight.tolist(), [*t.buffers]) == (
         [1],
@@ -171,45 +255,69 @@ b
 
 
 def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) -> None:
-    """What does not hold it comes, also what stands behind it, shares with it, or was there before."""
-    earlier = (
-        "import functools, os, torch, numpy as np\nhome = os.getpid(); w = torch.zeros(3); log ="
-        " [1]; known = []"
+    """What does not hold it comes, even if it stands behind it or shares with it."""
+    program = row(
+        "fails at home",
+        setup="""
+            import functools, os, torch, numpy as np
+            home = os.getpid()
+            w = torch.zeros(3)
+            log = [1]
+            known = []
+        """,
+        cell=FAILS_AT_HOME,
+        check="""
+            names = sorted({*"abcdefghijk", "Table"} & {*globals()})
+            same = after[0] is shared, after[1] is new
+            print([log, w.tolist(), known, *same, new.tolist(), names])
+        """,
     )
-    probe = (
-        "[log, w.tolist(), known, after[0] is shared, after[1] is new, new.tolist(), "
-        "sorted({*'abcdefghijk', 'Table'} & {*globals()})]"
-    )
-    there = play(
-        row("fails at home", (earlier,), FAILS_AT_HOME, f"print({probe})"), tmp_path, plain=False
-    )
+    there = play(program, tmp_path, plain=False)
     assert there.cells[-1].own.rstrip() == repr([[1, 2], [1.0] * 3, [], True, True, [1.0] * 4, []])
-    disk, place = (
-        "cannot be rebuilt here (OSError: no such disk)",
-        "cannot be rebuilt here (OSError: no such place)",
-    )
+    disk = "cannot be rebuilt here (OSError: no such disk)"
+    place = "cannot be rebuilt here (OSError: no such place)"
+    only = f"an object of Only in it {disk}"
     assert sorted(there.lost) == sorted(
         [
-            f"a: it {disk}", f"b: an object of Only in it {disk}", f"c: it {place}", f"d: a part of it {place}",
-            *(f"{name}: an object of Only in it {disk}" for name in ("e", "f", "g", "h", "i", "k", "Table")), f"j: it {disk}",
-            f"the cell's last value: an object of Only in it {disk}", f"new contents of known: an object of Only in it {disk}",
+            f"a: it {disk}",
+            f"b: {only}",
+            f"c: it {place}",
+            f"d: a part of it {place}",
+            *(f"{name}: {only}" for name in ("e", "f", "g", "h", "i", "k", "Table")),
+            f"j: it {disk}",
+            f"the cell's last value: {only}",
+            f"new contents of known: {only}",
         ]
-    )  # fmt: skip
+    )
 
 
 HALF = """
 class Half:
-    def __init__(self): self.a, self.b = [1], 2
+    def __init__(self):
+        self.a, self.b = [1], 2
+
     def __setstate__(self, state):
         self.__dict__.update(state)
-        if os.getpid() == home: self.b = 3
-h = {'k': [Half()]}; log.append(h['k'])
+        if os.getpid() == home:
+            self.b = 3
+
+h = {"k": [Half()]}
+log.append(h["k"])
 """
 
 
 def test_what_is_not_in_the_notebook_what_it_was_in_rank_0_is_said(tmp_path: Path) -> None:
     """One line for an object, with the shortest way to it."""
-    half = row("half", ("import os\nhome = os.getpid(); log = []",), HALF, probe="h['k'][0].b")
+    half = row(
+        "half",
+        setup="""
+            import os
+            home = os.getpid()
+            log = []
+        """,
+        cell=HALF,
+        check="h['k'][0].b",
+    )
     there = play(half, tmp_path, plain=False)
     assert there.value == "3"
     assert [line.partition(": ")[0] for line in there.lost] == ["log[0][0]"]
@@ -227,7 +335,10 @@ def test_what_is_not_in_the_notebook_what_it_was_in_rank_0_is_said(tmp_path: Pat
     ],
 )
 def test_a_key_that_is_no_name_is_left_and_named(rounds: Any, key: str, written: str) -> None:
-    """One odd key of the namespace does not cost the names beside it: set in the cell, or before it in the notebook."""
+    """One odd key of the namespace does not cost the names beside it.
+
+    It is set in the cell, or before it in the notebook.
+    """
     one = rounds("net = [0]", "net")
     applied = one.run(f"globals()[{key}] = 3; net.append(1); new = 2")
     assert one.notebook["net"] == [0, 1]
@@ -251,7 +362,7 @@ def test_a_key_that_is_no_name_is_left_and_named(rounds: Any, key: str, written:
     ],
 )
 def test_a_memoryview_is_named_and_what_holds_it_stays_whole(rounds: Any, data: str) -> None:
-    """Nothing else comes in its place, as bytes that look into nothing would; there, no more than back."""
+    """Nothing else comes in its place, as bytes that look into nothing would."""
     one = rounds("class Box: pass\nbox = Box(); box.n = 1; net = [0]", "box, Box, net")
     applied = one.run(f"view = memoryview({data}); box.view, box.n = view, 2; net.append(1)")
     assert one.notebook["net"] == [0, 1]
@@ -278,9 +389,15 @@ def test_an_odd_key_among_attributes_travels(rounds: Any, key: str) -> None:
     assert vars(new)[key_there] is vars(net)[key_there]
 
 
-@pytest.mark.parametrize(("returned", "a", "b", "t", "new"), [
-    (None, [1, 2], [1, 2], 1, True), (("a",), [1, 2], [1], 0, False), (("holder",), [1], [1, 2], 1, False), ((), [1], [1], 0, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("returned", "a", "b", "t", "new"),
+    [
+        (None, [1, 2], [1, 2], 1, True),
+        (("a",), [1, 2], [1], 0, False),
+        (("holder",), [1], [1, 2], 1, False),
+        ((), [1], [1], 0, False),
+    ],
+)
 def test_return_narrows_what_comes_back(
     rounds: Any, returned: tuple[str, ...] | None, a: list[int], b: list[int], t: int, new: bool
 ) -> None:
@@ -374,15 +491,24 @@ def test_versions_are_compared_before_anything_is_unpickled(
 
 
 def test_a_module_that_changed_on_disk(tmp_path: Path) -> None:
-    """Ranks import today's file, the notebook goes on with what it imported; an object of a class that is gone says so."""
+    """Ranks import today's file, the notebook goes on with what it imported.
+
+    An object of a class that is gone says so.
+    """
     earlier = (
         "import now\no = now.Old()",
         "written = open('now.py', 'w').write('value = \"today\"\\n')",
     )
-    files = (("now.py", "value = 'old'\nclass Old: pass\n"),)
-    program = row("", earlier, "v = now.value", "v, now.value", files)
+    files = {
+        "now.py": """
+            value = "old"
+            class Old: pass
+        """
+    }
+    program = row("", setup=earlier, cell="v = now.value", check="v, now.value", files=files)
     assert play(program, tmp_path, plain=False).value == "('today', 'old')"
     (tmp_path / "project").rename(tmp_path / "first")
-    failed = play(row("", earlier, "o", files=files), tmp_path, plain=False).cells[-1]
+    gone = row("", setup=earlier, cell="o", files=files)
+    failed = play(gone, tmp_path, plain=False).cells[-1]
     assert failed.ename == "CellFailed"
     assert "CaptureError: 'o' cannot be rebuilt in the ranks" in failed.evalue

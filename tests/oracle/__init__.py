@@ -10,30 +10,56 @@ that a notebook takes a fraction of a second.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from notebook_harness import Ran
 
 from oracle.graph import differences
-from oracle.program import Played, Program, row, together
+from oracle.program import Played, Program, in_ranks, kept, row, together
 from oracle.ranks import forkservers, play
 
-__all__ = ["Played", "Program", "compare", "forkservers", "play", "row", "together"]
+__all__ = [
+    "Played",
+    "Program",
+    "assert_same",
+    "compare",
+    "each_of",
+    "forkservers",
+    "in_ranks",
+    "kept",
+    "play",
+    "row",
+    "together",
+]
 
 _LINES = 20
 _VARYING = re.compile(
-    r"[\d.e+]+"
-    r" (?:ns|us|µs|μs|ms|s)\b|\b0[xX][0-9a-fA-F]{6,}|[\w/.-]*/ipykernel_\d+/\d+\.py|<ipython-input-[-\w]+>|sk-container-id-\d+"
+    r"[\d.e+]+ (?:ns|us|µs|μs|ms|s)\b"
+    r"|\b0[xX][0-9a-fA-F]{6,}"
+    r"|[\w/.-]*/ipykernel_\d+/\d+\.py|<ipython-input-[-\w]+>"
+    r"|sk-container-id-\d+"
 )
 """Durations, addresses, what kernels and ranks call the file of a cell, and numbers of
 scikit-learn's diagrams.
 """
 
 
+def each_of(programs: Iterable[Program]) -> pytest.MarkDecorator:
+    """Return the mark of a test that has an argument ``program``: it runs with each of these."""
+    return pytest.mark.parametrize("program", list(programs), ids=lambda one: one.name[:60])
+
+
+def assert_same(program: Program, folder: Path) -> None:
+    """Fail if headers change what a notebook shows or leaves, or if taas loses something."""
+    different = compare(program, folder)
+    assert not different, "\n".join([program.name, *different])
+
+
 def compare(program: Program, folder: Path) -> list[str]:
-    """Play a notebook in a folder with and without its headers; returns what differs, a line each."""
+    """Play a notebook with and without its headers, and return what differs, a line each."""
     plain = play(program, folder, plain=True)
     (folder / "project").rename(folder / "plain")
     return _compared(plain, play(program, folder, plain=False), goes_on=program.goes_on)

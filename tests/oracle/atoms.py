@@ -1,4 +1,4 @@
-"""What needs no description: values without an identity of their own, and what its module holds by a name."""
+"""Values that need no description: those without identity, and those their module holds by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ATOMS = (bool, int, complex, str, bytes, range, slice)
 
 
 def atom(value: Any) -> str | None:
-    """Return the text of a value that has no identity of its own, or that its module holds by a name."""
+    """Return the text of a value without identity, or of one that its module holds by name."""
     if value is None or value is ... or value is NotImplemented:
         return repr(value)
     cls = type(value)
@@ -59,7 +59,7 @@ def _held(module: str) -> dict[int, tuple[str, Any]]:
 
 
 def _held_by_module(value: Any) -> str | None:
-    """Return the name of an object that the module of its class holds, such as ``dataclasses.MISSING``."""
+    """Return the name by which its class's module holds an object (``dataclasses.MISSING``)."""
     module = type(value).__module__
     if module in ("builtins", "__main__") or module not in sys.modules:
         return None

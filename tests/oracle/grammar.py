@@ -11,12 +11,10 @@ import re
 
 from hypothesis import strategies as st
 
-from oracle.program import HEADER, Program
+from oracle.program import HEADER, KEPT, Program
 from oracle.statements import HELPER, IMPORTS, LAST, STATEMENTS, Statement
 
 __all__ = ["notebooks"]
-
-KEPT = "#pragma taas --gpus 2 --keep\n"
 
 _PLACE = re.compile(r"\{(\w+)\}")
 

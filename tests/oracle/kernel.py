@@ -36,7 +36,7 @@ _read_said = MessageReader(RunState)
 
 
 def _look(notebook: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
-    """Describe a notebook's names, what IPython keeps for it, its modules and its process; in its kernel."""
+    """Describe a notebook's names, IPython's values, its modules and its process, in its kernel."""
     gc.collect()  # pandas asks which objects are alive
     names = {
         name: value

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import re
 import symtable
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from blocks import block
 from notebook_harness import Ran
 
 from oracle.graph import Graph
 
-__all__ = ["HEADER", "Played", "Program", "row", "together"]
+__all__ = ["HEADER", "KEPT", "Played", "Program", "in_ranks", "kept", "row", "together"]
 
 HEADER = "#!c1.4\n"
+KEPT = "#pragma taas --gpus 2 --keep\n"
 _LOST = "taas: did not come back: "
 
 
@@ -49,24 +51,77 @@ class Program:
         if number not in self.headed:
             return cell
         cell = self.header + cell
-        return magic_on_top(cell + self.here_also) if plain else cell
+        if not plain:
+            return cell
+        return magic_on_top(f"{cell}\n{self.here_also}" if self.here_also else cell)
 
 
 def row(
     name: str,
-    earlier: tuple[str, ...],
+    *,
+    setup: str | tuple[str, ...] = (),
     cell: str,
-    probe: str = "",
-    files: tuple[tuple[str, str], ...] = (),
-    **more: Any,
+    check: str = "",
+    files: Mapping[str, str] | None = None,
+    here_also: str = "",
+    goes_on: bool = False,
 ) -> Program:
-    """Return the notebook of earlier cells, one headed cell, and one that looks at what it left."""
-    cells = (*earlier, cell, probe) if probe else (*earlier, cell)
-    return Program(name, cells, (len(earlier),), files=files, **more)
+    """Return a notebook with one headed cell.
+
+    Code may be indented as it is in the test's file.
+
+    Args:
+        name: what the row is about.
+        setup: the cell before the headed one, or several of them.
+        cell: the headed cell.
+        check: the cell after it, which looks at what it left.
+        files: of the project, by their names.
+        here_also: see ``Program``.
+        goes_on: see ``Program``.
+    """
+    earlier = (setup,) if isinstance(setup, str) else setup
+    cells = (*earlier, cell, check) if check else (*earlier, cell)
+    return Program(
+        name,
+        tuple(map(block, cells)),
+        headed=(len(earlier),),
+        files=_with_text(files),
+        here_also=block(here_also),
+        goes_on=goes_on,
+    )
+
+
+class _Headed(str):
+    """Text of a cell that runs in ranks."""
+
+
+def in_ranks(*parts: str) -> str:
+    """Return a cell of :func:`kept` that runs in ranks."""
+    return _Headed(block(*parts))
+
+
+def kept(
+    name: str, *cells: str, files: Mapping[str, str] | None = None, goes_on: bool = False
+) -> Program:
+    """Return a notebook of these cells; those of :func:`in_ranks` run in ranks that stay."""
+    return Program(
+        name,
+        tuple(map(block, cells)),
+        headed=tuple(n for n, cell in enumerate(cells) if isinstance(cell, _Headed)),
+        header=KEPT,
+        files=_with_text(files),
+        goes_on=goes_on,
+    )
+
+
+def _with_text(files: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    return tuple((path, block(text) + "\n") for path, text in (files or {}).items())
 
 
 def together(programs: Iterable[Program], most: int = 16) -> Iterator[Program]:
-    """Yield notebooks of the cells of several with as many headed cells, which are played in the time of one.
+    """Yield notebooks that each join the cells of several, and are played in the time of one.
+
+    Programs are joined that have as many headed cells, and the same header.
 
     Names that a notebook binds get its number (``a_3``), so that a difference says whose it is. An
     identifier is the same everywhere in it, as a global, an attribute, an argument; texts stay as
@@ -87,7 +142,7 @@ def together(programs: Iterable[Program], most: int = 16) -> Iterator[Program]:
 
 
 def _numbered(program: Program, number: int) -> tuple[list[str], tuple[tuple[str, str], ...]]:
-    """Return a notebook's cells, every second one a headed one, and its files, with the number in its names and theirs."""
+    """Return a notebook's cells, every second one headed, and its files, numbered in all names."""
     table = symtable.symtable("\n".join(program.cells), program.name, "exec")
     bound = {s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()}
     stems = [name.partition(".")[0] for name, _ in program.files]

@@ -1,4 +1,7 @@
-"""How the insides of each kind of object are read: facts that say what it is, edges to what it holds."""
+"""How the insides of each kind of object are read.
+
+Facts that say what it is, edges to what it holds.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,16 @@ __all__ = ["READERS"]
 _IDENTITY = 1 << 32  # an integer above it is an object's id, in matplotlib's registries
 _SHOWN = 64  # items of an array that a difference shows
 _NOT_OF_CLASSES = {
-    "__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__static_attributes__", "__firstlineno__",
-    "__slotnames__", "__abstractmethods__",
-}  # fmt: skip
+    "__dict__",
+    "__weakref__",
+    "__module__",
+    "__doc__",
+    "_abc_impl",
+    "__static_attributes__",
+    "__firstlineno__",
+    "__slotnames__",
+    "__abstractmethods__",
+}
 Edges = list[tuple[str, Any]]
 Read = tuple[dict[str, Any], Edges]
 
@@ -217,7 +227,10 @@ def _type_only(describer: Describer, number: int, value: Any) -> Read:
 
 
 def _artist(describer: Describer, number: int, value: Any) -> Read:
-    """matplotlib: what a figure looks like, and what is in it; the rest moves on with every plot."""
+    """matplotlib: what a figure looks like, and what is in it.
+
+    The rest moves on with every plot.
+    """
     facts = {}
     if hasattr(value, "savefig"):
         shown = io.BytesIO()
@@ -232,7 +245,10 @@ def _artist(describer: Describer, number: int, value: Any) -> Read:
 
 
 def _optimizer(describer: Describer, number: int, value: Any) -> Read:
-    """All but the mark by which a scheduler knows that ``step`` was called: a wrapper, and taas makes its own."""
+    """All but the mark by which a scheduler knows that ``step`` was called.
+
+    A wrapper, and taas makes its own.
+    """
     return {}, [
         (f"[{name!r}]", part) for name, part in sorted(vars(value).items()) if name != "step"
     ]
@@ -316,7 +332,10 @@ def _shown(describer: Describer, number: int, value: Any) -> Read:
 
 
 def _instance(describer: Describer, number: int, value: Any) -> Read:
-    """Read what is in ``__dict__`` and slots; of an object that has neither, what pickle would be told."""
+    """Read what is in ``__dict__`` and slots.
+
+    Of an object that has neither, read what pickle would be told.
+    """
     attributes = _rest(value)
     if attributes or hasattr(value, "__dict__") or of_notebook(type(value)):
         return {}, attributes
