@@ -192,7 +192,7 @@ def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_p
         assert f"mine was {said}" in ran.evalue
         history = terminal("history").stdout
         assert history.count(f"    {said}") == 2
-        assert "other/b.ipynb" in history.splitlines()[-2]
+        assert "other/b.ipynb" in history.splitlines()[-3]
     finally:
         other.close()
 

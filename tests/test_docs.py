@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from taas.config import _KEYS, InstanceType
-from taas.header.options import ON, OPTIONS, SETTINGS
+from taas.header.grammar import NOT_WITH_KEEP
+from taas.header.options import _FIELDS, ON, OPTIONS, SETTINGS
 from taas.notebook.verbs import VERBS
+from taas.supervisor.fleet import _MAY_DIFFER
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -76,6 +78,15 @@ def test_every_option_and_every_key_has_its_row() -> None:
     }
     documented = {row for row in first_column("configuration.md") if "." in row}
     assert documented == keys
+
+
+def test_kept_ranks_are_as_their_document_says() -> None:
+    """It lists all options in which two ``--keep`` cells may not differ, and no others."""
+    text = (ROOT / "docs" / "keep.md").read_text()
+    listed = re.search(r"asks for other ranks \(([^)]*)\)", text)
+    assert listed is not None
+    fixed = {option.name for field, option in _FIELDS.items() if field not in _MAY_DIFFER}
+    assert set(CELL_OPTION.findall(listed[1])) == fixed - {*NOT_WITH_KEEP}
 
 
 def test_what_troubleshooting_quotes_is_printed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -238,6 +239,30 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     os.utime(path, (path.stat().st_mtime - month,) * 2)
     assert all_connections() == []
     assert not path.exists()
+
+
+def test_history_says_where_the_runs_folders_are(make: Make) -> None:
+    """The folder of each run is there, by its name and id; so documents and messages say."""
+    records = [make(state="over", outcome="done"), make("again", state="over", outcome="lost")]
+    last = tables.history(records).text.splitlines()[-1]
+    root = Path(last.rpartition(" in ")[2])
+    assert all((root / f"{record.name}-{record.id}").is_dir() for record in records)
+
+
+def test_a_folder_of_any_depth_has_a_size(make: Make) -> None:
+    """Ranks of a cell may make folders in folders, more than Python calls functions in functions."""
+    record = make(state="over", outcome="done")
+    here = os.open(record.folder, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+    try:
+        assert make_room(runs=0, nbytes=0, now=record.ended) == []
+    finally:
+        subprocess.run(["rm", "-rf", record.folder / "d"], check=True)
 
 
 def test_old_runs_make_room(make: Make) -> None:

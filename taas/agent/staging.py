@@ -104,13 +104,12 @@ class Staging:
     @property
     def staged(self) -> Staged:
         """Where all of it is."""
+        on_demand = self.project.on_demand
         return Staged(
             payload=self._payload.memory,
             project=self.project.path,
             replica=self.project.replica,
-            on_demand=str(self.project.on_demand.folder)
-            if self.project.on_demand is not None
-            else "",
+            on_demand="" if on_demand is None else str(on_demand.folder),
             environ=self._environ,
             output=self._output,
             scratch=self._scratch,

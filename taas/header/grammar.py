@@ -55,6 +55,8 @@ _TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,:-]\w+)?|.*[{$].*", re.ASCII
 """
 _WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
 """The first two words of a comment, and the rest."""
+NOT_WITH_KEEP = ("background", "max-restarts", "return")
+"""Options by which ranks outlive their notebook, start anew, or hold names that it lacks."""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -262,11 +264,8 @@ def _shape(
 
 
 def _check_keep(given: dict[str, Any]) -> None:
-    """Refuse ``--keep`` with options by which ranks outlive their notebook or start anew.
-
-    Kept ranks hold names for their notebook's next cell.
-    """
-    for other in ("background", "max-restarts", "return"):
+    """Refuse options that do not go with ``--keep``: kept ranks hold their notebook's names."""
+    for other in NOT_WITH_KEEP:
         if "keep" in given and given.get(other):
             raise HeaderError(refusal(f"--keep with --{other}", f"leave --{other} out"))
 

@@ -13,9 +13,9 @@ from typing import Any
 from taas.capture.setup_cells import SetupCell
 from taas.config import Catalog
 from taas.header.options import SETTINGS
-from taas.runs.records import RunRecord, told_apart
+from taas.runs.records import RunRecord, runs_root, told_apart
 from taas.runs.stacks import StackGroup, Trouble
-from taas.wording import counted, named, ranks_in_words, size_in_words
+from taas.wording import counted, named, ranks_in_words, shown_path, size_in_words
 from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
@@ -322,7 +322,7 @@ def _standing(record: RunRecord, now: float) -> tuple[str, ...]:
 
 
 def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
-    """Show all runs that are kept, how they ended and why."""
+    """Show all runs that are kept, how they ended and why, and where their folders are."""
     now = time.time() if now is None else now
     if not records:
         return plain("no run yet")
@@ -342,7 +342,8 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
         for record in records
     ]
     heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
-    return table(heads, rows, [why(record) for record in records])
+    view = table(heads, rows, [why(record) for record in records])
+    return view + plain(f"their folders, RUN-ID each, are in {shown_path(runs_root())}")
 
 
 def settings(catalog: Catalog) -> dict[str, Any]:

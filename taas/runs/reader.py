@@ -109,7 +109,7 @@ class RunReader:
 
 
 def finish(record: RunRecord) -> None:
-    """Raise the error that the run's end means for its cell, if any."""
+    """Raise the error of a run that did not end well."""
     if record.outcome == "interrupted":
         fate = "all its ranks stay" if record.kept_ranks else "all its ranks have ended"
         raise interrupted(

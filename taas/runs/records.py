@@ -355,12 +355,16 @@ def make_room(
 
 
 def _size_of(folder: Path) -> int:
-    """Return the bytes on disk beneath a folder, which may change, or be removed, meanwhile."""
-    total = 0
-    for parent, folders, files in os.walk(folder):  # it skips what it cannot list
-        for name in (*folders, *files):
-            with contextlib.suppress(OSError):
-                total += Path(parent, name).lstat().st_blocks * 512
+    """Return the bytes that a folder takes on the disk; what is removed meanwhile counts no more."""
+    total, waiting = 0, [str(folder)]
+    while waiting:
+        # What a cell has written may be thousands of folders deep: this calls itself for none.
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
     return total
 
 
