@@ -77,6 +77,56 @@ def test_what_failed_is_shown_on_the_cells_lines(notebook: Notebook, what: str) 
     assert ran.traceback.count("KeyError                  ") == ("KeyError" in said)
 
 
+BROKEN = "x = 1\ndef f(:\n"
+OWN_CODE = {
+    "a module that does not compile": (BROKEN, "import {module}", "def f(:"),
+    "one whose body raises": ("x = 1\n1 / 0\n", "import {module}", "1 / 0"),
+    "one that imports another which is broken": (
+        "import importlib\nimportlib.import_module('broken_inside')\n",
+        "import {module}",
+        "def f(:",
+    ),
+    "one in which a function lives": (BROKEN, "function()", "def f(:"),
+    "a class that cannot be made again": (
+        "x = 1\n",
+        "made.x",
+        "raise ValueError('not in a rank')",
+    ),
+    "a function that a launcher calls": (
+        "x = 1\n",
+        (
+            "def fails(rank):\n    raise ValueError('mine')\n"
+            "import torch.multiprocessing as mp\nmp.spawn(fails, nprocs=2)"
+        ),
+        "raise ValueError('mine')",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OWN_CODE)
+def test_frames_of_taas_do_not_stand_above_the_users(notebook: Notebook, what: str) -> None:
+    """The traceback leads from the cell, or from the import, to the user's line."""
+    text, cell, shown = OWN_CODE[what]
+    module = f"own_code_{[*OWN_CODE].index(what)}"
+    file = notebook.folder / f"{module}.py"
+    file.write_text("def function(): pass\n")
+    (notebook.folder / "broken_inside.py").write_text(BROKEN)
+    notebook.good(
+        "class Odd:\n"
+        "    def __getstate__(self): return {'x': 1}\n"
+        "    def __setstate__(self, state):\n"
+        "        import os\n"
+        "        if 'RANK' in os.environ: raise ValueError('not in a rank')\n"
+        f"made = Odd()\nfrom {module} import function"
+    )
+    file.write_text(text)
+    ran = notebook.run(f"#pragma taas --gpus 2\n{cell.format(module=module)}")
+    assert ran.ename == "CellFailed"
+    assert shown in ran.traceback, ran.traceback
+    assert "/taas/" not in ran.traceback
+    assert "<frozen importlib" not in ran.traceback
+
+
 def test_an_exception_of_an_earlier_cells_function_shows_its_lines(notebook: Notebook) -> None:
     """A traceback through a function of an earlier cell names that cell and its line."""
     notebook.good("def divide(a, b):\n    return a / b")

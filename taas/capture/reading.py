@@ -22,6 +22,7 @@ import os
 import pickle
 import struct
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable
@@ -213,16 +214,17 @@ def keeps_all_attributes(cls: Any) -> bool:
 class MissingModule(types.ModuleType):
     """Stands for a module that could not be imported where it arrived."""
 
-    def __init__(self, name: str, reason: str) -> None:
+    def __init__(self, name: str, error: Exception) -> None:
         super().__init__(name)
-        self.__dict__["reason"] = reason
+        self.__dict__["error"] = error
+        self.__dict__["reason"] = f"{type(error).__name__}: {error}"
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise ModuleNotFoundError(
             f"module {self.__name__!r} could not be imported here: {self.reason}"
-        )
+        ) from self.error
 
 
 def import_or_stand_in(name: str) -> types.ModuleType:
@@ -231,7 +233,18 @@ def import_or_stand_in(name: str) -> types.ModuleType:
         return importlib.import_module(name)
     except Exception as error:  # a module's own code may raise anything
         found: types.ModuleType | None = module_named(name)
-        return found or MissingModule(name, f"{type(error).__name__}: {error}")
+        return found or MissingModule(name, error.with_traceback(_in_module(error.__traceback__)))
+
+
+_TAAS = f"{os.path.dirname(os.path.dirname(__file__))}/"  # noqa: PTH120
+
+
+def _in_module(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the part of an import's traceback that is in modules, without the values in it."""
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith((_TAAS, "<frozen ")):
+        tb = tb.tb_next
+    traceback.clear_frames(tb)
+    return tb
 
 
 def module_named(name: str) -> Any:

@@ -21,7 +21,6 @@ import cloudpickle
 from taas.errors import DeliveryError
 
 _OWN = f"{Path(__file__).parent.parent}/"
-_DELIVERY = f"{Path(__file__).parent}/"
 _FETCHES = ("torch/utils/data/_utils/fetch.py", "torch/utils/data/_utils/worker.py")
 """Files of torch between a data worker's frames and the user's."""
 
@@ -56,7 +55,7 @@ class _Raised(NamedTuple):
 
 def pack_failure(error: BaseException, where: str) -> bytes:
     """Pack an exception with its causes and contexts; ``where`` says where it was raised."""
-    chain = [_packed(one, is_cause=is_cause) for one, is_cause in _chain_of(error)]
+    chain = [_packed(one, is_cause=is_cause) for one, is_cause in chain_of(error)]
     return pickle.dumps((where, chain))
 
 
@@ -83,21 +82,7 @@ def raise_remote(packed: bytes) -> NoReturn:
     raise first
 
 
-def hide_machinery(error: BaseException | None) -> None:
-    """Remove this package's frames from tracebacks that :func:`raise_remote` has made.
-
-    Other tracebacks stay as they are.
-    """
-    for one, _ in _chain_of(error) if error is not None else ():
-        entries = [*_entries_of(one.__traceback__)]
-        if not any(entry.tb_frame.f_code is raise_remote.__code__ for entry in entries):
-            continue
-        shown = [e for e in entries if not e.tb_frame.f_code.co_filename.startswith(_DELIVERY)]
-        for entry, following in zip(shown, [*shown[1:], None], strict=True):
-            entry.tb_next = following
-
-
-def _chain_of(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
+def chain_of(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
     """Yield an exception with its causes and contexts, as Python shows them.
 
     Each comes with whether it is the cause of the one before.
@@ -112,7 +97,8 @@ def _chain_of(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
         one = one.__cause__ if is_cause or one.__suppress_context__ else one.__context__
 
 
-def _entries_of(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
+def entries_of(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    """Yield the entries of a traceback, the outermost first."""
     while tb is not None:
         yield tb
         tb = tb.tb_next
@@ -134,7 +120,7 @@ def _packed(error: BaseException, *, is_cause: bool) -> _Raised:
 
 def _users_lines(error: BaseException) -> list[_Line]:
     """Return the lines that an exception passed through, from the user's outermost line on."""
-    lines = [_line_of(entry) for entry in _entries_of(error.__traceback__)]
+    lines = [_line_of(entry) for entry in entries_of(error.__traceback__)]
     lines = [line for line in lines if not line.file.startswith(_OWN)]
     return [*itertools.dropwhile(lambda line: line.file.endswith(_FETCHES), lines)]
 

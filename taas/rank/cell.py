@@ -20,6 +20,7 @@ from taas import adopt, capture
 from taas.capture import collected
 from taas.rank.agent_link import AgentLink, Keyboard
 from taas.rank.outlet import Outlet
+from taas.rank.users_traceback import lines_of
 from taas.rank_storage import Guard
 from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory
@@ -199,9 +200,7 @@ def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True
         fd = arrival.pack_answer(sys.modules["__main__"].__dict__, value, last=last)
     except BaseException as error:
         if done:
-            return failed(
-                ended.rank, error, "".join(traceback.format_exception(error)).splitlines()
-            )
+            return failed(ended.rank, error, lines_of(error))
         return with_notices(
             ended, [f"rank 0's names could not be packed: {type(error).__name__}: {error}"]
         )

@@ -32,6 +32,7 @@ from taas.rank.agent_link import AgentLink
 from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
 from taas.rank.outlet import Outlet
 from taas.rank.shell import RankShell, make_ready
+from taas.rank.users_traceback import lines_of, users_lines_of
 from taas.rank_storage import Guard, guard, scratch_of
 from taas.runs.places import no_room
 from taas.runs.stacks import answer_requests
@@ -55,10 +56,6 @@ def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
         os._exit(status)
 
 
-def _lines_of(error: BaseException) -> list[str]:
-    return "".join(traceback.format_exception(error)).splitlines()
-
-
 class _Orders:
     """What this process is told, one cell after the other."""
 
@@ -76,7 +73,7 @@ class _Orders:
             except (
                 OSError
             ) as error:  # its output file cannot be made, or not even its last word be sent
-                ended = failed(start.rank, error, _lines_of(error), no_room(error) or None)
+                ended = failed(start.rank, error, lines_of(error), no_room(error) or None)
                 self._link.send(ended)
                 break
             if self._rank is None:  # it could not become one
@@ -117,11 +114,10 @@ class _Orders:
             self._rank.take_in(start, payload)
         except KeyboardInterrupt as error:
             return failed(start.rank, error)
-        except CaptureError as error:  # what is shown is the user's part of it
-            shown = "".join(traceback.format_exception(error.__cause__ or error))
-            return failed(start.rank, error, shown.splitlines())
+        except CaptureError as error:
+            return failed(start.rank, error, users_lines_of(error))
         except BaseException as error:
-            return failed(start.rank, error, _lines_of(error), no_room(error) or None)
+            return failed(start.rank, error, lines_of(error), no_room(error) or None)
         finally:
             os.close(payload)
         return run_cell(start, self._rank, self._link, self._outlet)

@@ -26,11 +26,11 @@ from traitlets.config import Config
 
 from taas.capture.cells import magic_on_top
 from taas.capture.process_state import ProcessState
-from taas.delivery.failures import hide_machinery
 from taas.notebook.comms import open_comms_to
 from taas.rank.async_cells import LOOP_RUNNERS
 from taas.rank.debugger import leave_debuggers, show_users_frames
 from taas.rank.outlet import Outlet
+from taas.rank.users_traceback import hide_machinery
 from taas.wire.ranks import Preparation
 from taas.wording import fitting_lines, text_of
 

@@ -1,0 +1,79 @@
+"""Tracebacks lead from the cell to the user's code: frames of taas do not stand between them.
+
+taas stands there where it calls the user's code: it imports a module of the project that the
+notebook has imported before (``import_hooks``), builds an object whose class has a
+``__setstate__``, calls the function that was given to a launcher, or hands on what the user's code
+raised in a data worker. Of an error of taas' own, and of a library that taas called, no frame is
+left out: the user, or we, may have to know where it came from.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from taas.delivery.failures import chain_of, entries_of, raise_remote
+
+_TAAS = f"{Path(__file__).parents[1]}/"
+_DELIVERY = f"{_TAAS}delivery/"
+_PYTHON = f"{sysconfig.get_path('stdlib')}/"
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_FROZEN = "<frozen "
+"""Python leaves the frames of its own import out, unless another loader's stand between them."""
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """Return the traceback of an error as Python formats it, without what :func:`hide_machinery` hides."""
+    hide_machinery(error)
+    return "".join(traceback.format_exception(error)).splitlines()
+
+
+def users_lines_of(error: BaseException) -> list[str]:
+    """Return the traceback of the user's error from which one of taas came; empty if there is none."""
+    of_user = None
+    for one, _ in chain_of(error):
+        if _place_of_users_code(one, [*entries_of(one.__traceback__)]) >= 0:
+            of_user = one
+    return [] if of_user is None else lines_of(of_user)
+
+
+def hide_machinery(error: BaseException | None) -> None:
+    """Take frames of taas out of the tracebacks of an error and of those that it came from."""
+    for one, _ in chain_of(error) if error is not None else ():
+        entries = [*entries_of(one.__traceback__)]
+        is_remote = any(entry.tb_frame.f_code is raise_remote.__code__ for entry in entries)
+        users = _place_of_users_code(one, entries)
+        shown = []
+        for number, entry in enumerate(entries):
+            file = _file_of(entry)
+            hidden = number < users and file.startswith((_TAAS, _FROZEN))
+            if not hidden and not (is_remote and file.startswith(_DELIVERY)):
+                shown.append(entry)
+        if len(shown) == len(entries):
+            continue
+        for entry, following in zip(shown, [*shown[1:], None], strict=True):
+            entry.tb_next = following
+        one.__traceback__ = shown[0] if shown else None
+
+
+def _place_of_users_code(error: BaseException, entries: list[TracebackType]) -> int:
+    """Return the number of the innermost frame of the user's code; -1 if there is none.
+
+    Code that does not compile has no frame: its place is below all of them.
+    """
+    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
+        return len(entries)
+    users = [number for number, entry in enumerate(entries) if _is_users(_file_of(entry))]
+    return max(users, default=-1)
+
+
+def _is_users(file: str) -> bool:
+    """Tell whether code in a file is the user's: neither of taas, nor of Python, nor installed."""
+    ours = file.startswith((_TAAS, _FROZEN, _PYTHON))
+    return not ours and not any(folder in file for folder in _INSTALLED)
+
+
+def _file_of(entry: TracebackType) -> str:
+    return entry.tb_frame.f_code.co_filename
