@@ -5,8 +5,11 @@ A ``--keep`` cell is told, too, what the notebook knows of the ranks that the la
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +59,26 @@ class KeptRun:
 
 
 _kept: KeptRun | None = None
+_turn = threading.RLock()
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """Let one thread of the notebook at a time launch a run, and in the foreground wait for its end.
+
+    Threads would take each other's messages from the one connection to the supervisor. A call that
+    waits for its turn says so.
+    """
+    if not _turn.acquire(blocking=False):
+        say(
+            "another thread of this notebook runs something in ranks: this one waits for its end."
+            " taas.submit gives runs that go on side by side"
+        )
+        _turn.acquire()
+    try:
+        yield
+    finally:
+        _turn.release()
 
 
 def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunRecord | None:
@@ -72,15 +95,16 @@ def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunR
     """
     global _kept
     check_syntax(cell, shell, cell_number(shell))
-    left = _kept if spec.keep else None
-    try:
-        return _launch(spec, cell, shell, left, queue=queue)
-    except RanksGone as error:
-        say(f"{error}; all names that the cell needs travel")
-        return _launch(spec, cell, shell, None, queue=queue)
-    except (CaptureError, DeliveryError, EngineError, HeaderError):  # nothing was started
-        _kept = left or _kept
-        raise
+    with turn():
+        left = _kept if spec.keep else None
+        try:
+            return _launch(spec, cell, shell, left, queue=queue)
+        except RanksGone as error:
+            say(f"{error}; all names that the cell needs travel")
+            return _launch(spec, cell, shell, None, queue=queue)
+        except (CaptureError, DeliveryError, EngineError, HeaderError):  # nothing was started
+            _kept = left or _kept
+            raise
 
 
 def _launch(

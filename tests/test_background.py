@@ -365,5 +365,12 @@ def test_what_a_run_was_given_is_let_go_when_nobody_attaches_it(tmp_path: Path) 
         book.good("%taas attach three")
         assert book.value("mine_three, mine_three is last") == "['three', 'three'] True"
         assert book.value("pending._pending, alive()") == "{} [False, False, False]"
+        # nobody can attach a run whose folder was removed
+        book.good("pending._BYTES = 1 << 40; model = Model(); refs[:] = [weakref.ref(model)]")
+        book.good("#pragma taas --gpus 2 --background\nmodel.trained = True")
+        book.good(
+            "run = _; run.result(100); model = None\nimport shutil; shutil.rmtree(run.folder)"
+        )
+        assert book.value("pending._pending, alive()") == "{} [False]"
     finally:
         book.close()

@@ -76,6 +76,8 @@ def test_every_ranks_value(notebook: Notebook) -> None:
         ),
         ("taas.submit(train, net, gpus=2, keep=True)", "leave it out"),
         ("taas.run(lambda name: 1, name='a')", "a parameter of <lambda> as well"),
+        ("taas.run(lambda collect=0: 1, collect=True)", "a parameter of <lambda> as well"),
+        ("taas.submit(lambda collect=0: 1, collect=True)", "a parameter of <lambda> as well"),
         ("taas.run(3, gpus=2)", "TypeError: taas.run takes a function, and a int is none"),
         ("taas.submit(rank, gpus=2, units=5)", "no DataLoader is registered"),
     ],
@@ -85,6 +87,59 @@ def test_a_wrong_call_starts_nothing(notebook: Notebook, call: str, error: str) 
     ran = notebook.run(call)
     assert error in f"{ran.ename}: {ran.evalue}"
     assert "acquiring" not in ran.stdout
+
+
+def test_options_that_say_nothing_new_change_nothing(notebook: Notebook) -> None:
+    """An option may be False, and a path an object."""
+    call = "taas.run(rank, gpus=2, shared=Path('mine'), rehearse=False, name=None)"
+    assert notebook.value(call) == "0"
+    assert notebook.value("taas.run(rank, gpus=2, shared=['mine', Path('yours')])") == "0"
+    assert notebook.value("taas.submit(rank, gpus=2, keep=False).result(120)") == "0"
+
+
+THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+def twice(n): return 2 * n
+pool = ThreadPoolExecutor(3)
+"""
+
+
+def test_threads_take_turns(notebook: Notebook) -> None:
+    """Each call has its own arguments and its own value, be it run, submitted, or waited for."""
+    notebook.good(THREADS)
+    ran = notebook.good("list(pool.map(lambda n: taas.run(twice, n, gpus=1), range(3)))")
+    assert ran.result is not None
+    assert ran.result["text/plain"] == "[0, 2, 4]"
+    assert "another thread of this notebook runs something in ranks" in ran.stdout
+    notebook.good("runs = list(pool.map(lambda n: taas.submit(twice, n, gpus=1), range(3)))")
+    assert notebook.value("list(pool.map(lambda run: run.result(120), runs))") == "[0, 2, 4]"
+    assert notebook.value("[name for name in globals() if 'twice' in name]") == "['twice']"
+
+
+def test_a_run_that_was_removed_is_no_run_to_wait_for(notebook: Notebook) -> None:
+    """Whether the handle has seen its end or not: it is done, and says what became of it."""
+    notebook.good(
+        "import shutil\n"
+        "def record(run): return json.loads((run.folder / 'record.json').read_text())\n"
+        "seen_end, unseen = [taas.submit(rank, gpus=1) for _ in range(2)]\n"
+        "seen_end.result(120)\n"
+        "while record(unseen)['state'] != 'over': time.sleep(0.02)\n"
+        "for run in (seen_end, unseen): shutil.rmtree(run.folder)"
+    )
+    assert notebook.value("seen_end.done(), unseen.done()") == "True True"
+    for run in ("seen_end", "unseen"):
+        assert notebook.value(f"{run}.exception(5).run == {run}.name") == "True"
+        ran = notebook.run(f"{run}.result(5)")
+        assert ran.ename == "RunLost"
+        assert "is not there any more" in ran.evalue
+
+
+def test_logs_of_a_rank_that_there_is_not(notebook: Notebook) -> None:
+    """They are refused, not another rank's."""
+    notebook.good("run = taas.submit(rank, gpus=2); run.result(120);")
+    for number in (-1, 2):
+        ran = notebook.run(f"run.logs({number})")
+        assert f"has no rank {number}: its 2 ranks are numbered from 0" in ran.evalue
 
 
 def test_an_error_is_the_ranks_own(notebook: Notebook) -> None:
@@ -134,6 +189,7 @@ def test_runs_wait_for_processors_in_their_order(notebook: Notebook, tmp_path: P
     shown = notebook.good(f"{first_runs}print(runs[1]); print(runs[3]); runs[2].stop()")
     assert f"waiting for {ranks} processors, which other runs have." in shown.stdout
     assert "which other runs have and behind 2 runs" in shown.stdout
+    assert "%taas stop q1 gives up." in shown.stdout
     stopped = notebook.run("runs[2].result(60)")
     assert stopped.ename == "RunStopped"
     assert "q2 was stopped from its handle while it waited for devices" in stopped.evalue

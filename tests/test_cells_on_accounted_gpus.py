@@ -43,6 +43,10 @@ cells = [
     "kernel = torch.empty(3 << 28, device='cuda')",
     "#pragma taas --gpus 1\\nprint('said')",
     "#pragma taas --gpus 3\\npass",
+    "#pragma taas --gpus 2 --keep\\npass",
+    "import taas, time\\ndef one(): return 1\\nrun = taas.submit(one, gpus=1, name='waits')\\n"
+    "while 'waiting' not in repr(run): time.sleep(0.02)\\nprint('said', repr(run).splitlines()[1])",
+    "%taas release\\nprint('said', run.result(100))",
 ]
 try:
     for cell in cells:
@@ -101,3 +105,13 @@ def test_the_cell_says_what_the_kernel_holds_and_what_there_is(
     assert line.startswith("taas: this notebook's kernel holds 3.2 GB of cuda:0, a GPU of this run")
     assert said[9][2] == "NotEnoughDevices"
     assert said[9][3].startswith("3 GPUs asked for, and this machine has 2.")
+
+
+def test_a_submitted_run_says_that_kept_ranks_hold_the_gpus(
+    said: list[tuple[list[str], list[str], str, str]],
+) -> None:
+    """They would hold them for half an hour: its line has what ends them, and then it begins."""
+    [line] = said[-2][0]
+    assert "1 GPU, which other runs or ranks that this notebook keeps" in line
+    assert "%taas release ends these" in line
+    assert said[-1][0] == ["said 1"]

@@ -63,10 +63,18 @@ def _reason(error: Exception) -> str:
 
 
 def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Put the values of all ranks, from the folders of their output, into :data:`collected`; returns in lines what did not come."""
+    """Put the values of all ranks into :data:`collected`; return lines about what did not come."""
+    values, lines = values_of(names, folders)
+    collected.update(values)
+    return lines
+
+
+def values_of(
+    names: Sequence[str], folders: Sequence[Path]
+) -> tuple[dict[str, list[Any]], list[str]]:
+    """Return the values of all ranks, from the folders of their output, and what did not come."""
     lost: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        collected[name] = [None] * len(folders)
+    values: dict[str, list[Any]] = {name: [None] * len(folders) for name in names}
     for rank, folder in enumerate(folders):
         packed = _read(folder / COLLECTED)
         for name in names:
@@ -75,13 +83,13 @@ def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
             )
             pickled, why = (packed or {}).get(name, (b"", missing))
             try:
-                collected[name][rank] = None if why else pickle.loads(pickled)
+                values[name][rank] = None if why else pickle.loads(pickled)
             except Exception as error:  # whatever its class does
                 why = _reason(error)
             if why:
                 lost.setdefault((name, why), []).append(rank)
     told = ((name, ranks_in_words(ranks), why) for (name, why), ranks in lost.items())
-    return [f"{name!r} of {ranks} was not collected: {why}" for name, ranks, why in told]
+    return values, [f"{name!r} of {ranks} was not collected: {why}" for name, ranks, why in told]
 
 
 def _read(path: Path) -> dict[str, _Value] | None:

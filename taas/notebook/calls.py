@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from taas.engines.gpus import visible_gpus
 from taas.errors import CaptureError, HeaderError
 from taas.header.grammar import HeaderText, parse_header
 from taas.header.options import ON, OPTIONS, RunSpec
-from taas.launcher import launch
+from taas.launcher import launch, turn
 from taas.notebook.run_handle import RunHandle
 from taas.wording import nearest
 
@@ -61,10 +62,9 @@ def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **mo
         CaptureError: what the function needs cannot travel, or what it returned cannot come back.
         CellFailed, RunLost, EngineError: as a cell raises them.
     """
-    call = _Call.of(function, args, more)
-    shell = _shell()
+    call = _Call.of(function, args, more, collect=collect)
     returned = call.returned
-    with call.bound_in(shell.user_ns):
+    with turn(), call.bound_in_notebook() as shell:
         collects = (returned,) if collect else ()
         launch(call.spec(shell, collect=collects), call.text, shell)
         if collect:
@@ -90,14 +90,13 @@ def submit(
         runs = [taas.submit(train, lr=lr, gpus=2) for lr in (0.1, 0.01, 0.001)]
         losses = [run.result() for run in runs]
     """
-    call = _Call.of(function, args, more)
-    if "keep" in call.options:
+    call = _Call.of(function, args, more, collect=collect)
+    if call.options.get("keep"):
         raise HeaderError(
             "keep with taas.submit: ranks stay for the notebook's next cell; call taas.run, or"
             " leave it out"
         )
-    shell = _shell()
-    with call.bound_in(shell.user_ns):
+    with turn(), call.bound_in_notebook() as shell:
         spec = call.spec(shell, collect=(call.returned,), background=True, returned=())
         record = launch(spec, call.text, shell, queue=True)
     assert record is not None
@@ -111,7 +110,14 @@ class _Call(NamedTuple):
     options: dict[str, Any]  # by their names in the header
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], more: dict[str, Any]) -> _Call:
+    def of(
+        cls,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        more: dict[str, Any],
+        *,
+        collect: bool,
+    ) -> _Call:
         """Separate options of the run from the function's own arguments.
 
         Raises:
@@ -122,6 +128,8 @@ class _Call(NamedTuple):
             raise TypeError(f"taas.run takes a function, and a {type(function).__name__} is none")
         named, options = {}, {}
         own = _parameters(function)
+        if collect and "collect" in own:
+            raise TypeError(_meant_for_both("collect", function))
         for key, value in more.items():
             option = key.replace("_", "-")
             if option in _OF_CELLS and key not in own:
@@ -131,11 +139,7 @@ class _Call(NamedTuple):
             if option not in OPTIONS and option != ON.name:
                 named[key] = value
             elif key in own:
-                raise TypeError(
-                    f"{key} is an option of the run, and a parameter of {_name_of(function)} as"
-                    f" well: give the function its own by functools.partial({_name_of(function)},"
-                    f" {key}=…)"
-                )
+                raise TypeError(_meant_for_both(key, function))
             else:
                 options[option] = value
         if not {"gpus", ON.name} & options.keys():
@@ -160,15 +164,17 @@ class _Call(NamedTuple):
         return f"{self.returned} = _call_{self.name}()"
 
     @contextlib.contextmanager
-    def bound_in(self, namespace: dict[str, Any]) -> Iterator[None]:
-        """Bind the names of the cell in the notebook's namespace, and restore it afterwards."""
+    def bound_in_notebook(self) -> Iterator[Any]:
+        """Bind the names of the cell in the notebook's namespace; yield the notebook's shell."""
+        shell = _shell()
+        namespace = shell.user_ns
         ours = {f"_call_{self.name}": self.function, self.returned: None}
         before = {name: namespace[name] for name in ours if name in namespace}
         for name in ours:
             namespace.pop(name, None)
         namespace[f"_call_{self.name}"] = self.function
         try:
-            yield
+            yield shell
         finally:
             for name in ours:
                 namespace.pop(name, None)
@@ -189,13 +195,22 @@ class _Call(NamedTuple):
         return replace(spec, **fixed)
 
 
+def _meant_for_both(key: str, function: Callable[..., Any]) -> str:
+    """Say that an argument may be meant for the run or for the function, and how to tell."""
+    name = _name_of(function)
+    return (
+        f"{key} is an option of the run, and a parameter of {name} as well: give the function its"
+        f" own by functools.partial({name}, {key}=…)"
+    )
+
+
 def _words_of(option: str, value: Any) -> list[str]:
     """Return a keyword argument as words of a header: ``output=[0, 3]`` is ``--output 0,3``."""
     if value is None or value is False:
         return []
     if value is True:
         return [f"--{option}"]
-    if option == "shared" and not isinstance(value, str):
+    if option == "shared" and not isinstance(value, str | os.PathLike):
         return [word for path in value for word in _words_of(option, str(path))]
     if isinstance(value, dict):
         value = ",".join(f"{key}={item}" for key, item in value.items())

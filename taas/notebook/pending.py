@@ -62,7 +62,13 @@ def let_go(record: RunRecord) -> None:
 def let_go_of_old(_result: object = None, now: float | None = None) -> None:
     """After a cell: let go of what runs were given that have been over for long, or hold much."""
     now = time.time() if now is None else now
-    latest = [read_record(pending.record.folder) or pending.record for pending in _pending.values()]
+    latest = list[RunRecord]()
+    for pending in [*_pending.values()]:
+        record = read_record(pending.record.folder)
+        if record is None and not pending.record.folder.is_dir():
+            let_go(pending.record)  # it was removed: nobody can attach it
+        else:
+            latest.append(record or pending.record)
     over = sorted((record for record in latest if not record.live), key=lambda record: record.ended)
     held = sum(_pending[record.id].captured.held_bytes for record in over)
     for record in over:

@@ -8,8 +8,8 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from taas.capture.collected import collect, collected
-from taas.errors import CaptureError, RunStopped, TaasError
+from taas.capture.collected import values_of
+from taas.errors import CaptureError, RunLost, RunStopped, TaasError
 from taas.notebook.live_view import LiveDisplay, what_next
 from taas.notebook.tables import Shown, plain
 from taas.notebook.watched_run import watched
@@ -18,6 +18,7 @@ from taas.runs.reader import RunReader, finish
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor import connections
 from taas.wire.clients import RunRequest
+from taas.wording import counted, shown_path
 
 
 class RunHandle:
@@ -43,7 +44,7 @@ class RunHandle:
 
     def done(self) -> bool:
         """Return whether the run has ended, however it did."""
-        return not self._look().live
+        return not self._look().live or self._is_removed
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait until the run has ended; return what its function returned in rank 0.
@@ -59,6 +60,7 @@ class RunHandle:
             TimeoutError: the run goes on.
             CellFailed, RunLost: as the cell of the run would have raised it.
             RunStopped: somebody stopped it.
+            RunLost: the run's folder was removed, and what the function returned with it.
             CaptureError: what the function returned cannot be pickled.
         """
         error = self.exception(timeout)
@@ -67,8 +69,8 @@ class RunHandle:
         if not self._value:
             return None
         folders = self._record.rank_folders()
-        lines = collect([self._value], folders if self._by_rank else folders[:1])
-        values = collected.pop(self._value)
+        found, lines = values_of([self._value], folders if self._by_rank else folders[:1])
+        values = found[self._value]
         if lines:
             raise CaptureError(
                 f"{'; '.join(lines)}. Return what pickle can carry, such as numbers, arrays,"
@@ -84,6 +86,13 @@ class RunHandle:
         """
         self._wait(timeout)
         record = self._record
+        if self._is_removed:
+            removed = RunLost(
+                f"{self.name} was removed: {shown_path(self.folder)} is not there any more, nor is"
+                " what the run returned. `%taas history` lists the runs that are kept."
+            )
+            removed.run = self.name
+            return removed
         if record.outcome == "interrupted":
             stopped = RunStopped(f"{record.name} was {record.message or 'stopped'}; {record.names}")
             stopped.run = record.name
@@ -104,6 +113,11 @@ class RunHandle:
             reader.wait(left)
             reader.look()
         self._record = self._look()
+
+    @property
+    def _is_removed(self) -> bool:
+        """Whether its folder is gone: it was removed by hand, or since newer runs needed room."""
+        return not self.folder.is_dir()
 
     def _look(self) -> RunRecord:
         self._record = read_record(self.folder) or self._record
@@ -127,7 +141,13 @@ class RunHandle:
         return "".join(self._written(rank))
 
     def _written(self, rank: int) -> Iterator[str]:
-        events = RankEvents(self._look().rank_folders()[rank], rank)
+        folders = self._look().rank_folders()
+        if not 0 <= rank < len(folders):
+            raise ValueError(
+                f"{self.name} has no rank {rank}: its {counted(len(folders), 'rank')} are numbered"
+                " from 0"
+            )
+        events = RankEvents(folders[rank], rank)
         while found := events.read():
             for output in found:
                 yield (

@@ -265,6 +265,8 @@ def _note(record: RunRecord) -> str:
         where = f" ({on_one_line(record.waiting, _WHERE_WIDTH)})" if record.waiting else ""
         return f"interrupted: the cell is finishing; press again to end it{where}"
     if record.live and record.waiting:
+        if record.background:  # its cell has ended
+            return f"waiting for {record.waiting}. %taas stop {record.name} gives up."
         return (
             f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to"
             " give up."

@@ -29,7 +29,7 @@ from taas.supervisor.fleet import Fleet, KeptRanks
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.run_queue import RunQueue, check_processors
 from taas.supervisor.runs import Run
-from taas.supervisor.vms import Vm, choosing
+from taas.supervisor.vms import Vm, choosing, keep_gpus
 from taas.wire import deadlines
 from taas.wire.agents import AgentSays, AgentUp, KeptGone
 from taas.wire.clients import (
@@ -234,7 +234,9 @@ class Supervisor:
             if not submit.queue:
                 raise
         self._queue.check_room()
+        self._queue.note_kept(hold_gpus=keep_gpus(self._fleet.vms))
         self._queue.add(submit, recorder)
+        self._tie_to_kernel()  # a run that waits outlives the kernel, too
         return None
 
     def _make_run(self, submit: Submit, recorder: Recorder, kept: Run | None = None) -> Run:
@@ -274,9 +276,11 @@ class Supervisor:
         try:
             run = self._make_run(waiting.submit, waiting.recorder)
         except NotEnoughDevices:
+            self._queue.note_kept(hold_gpus=keep_gpus(self._fleet.vms))
             return
         except (EngineError, OSError, RuntimeError) as error:
             self._queue.remove_first()
+            self._tie_to_kernel()
             why = _refused(error)
             waiting.recorder.end(
                 Verdict(outcome="lost", message=why.message, error=why.error), (), None

@@ -37,6 +37,7 @@ class RunQueue:
     def __init__(self) -> None:
         self._runs: deque[Waiting] = deque()
         self._look_at = 0.0
+        self._kept_hold_gpus = False
 
     @property
     def names(self) -> set[str]:
@@ -64,6 +65,15 @@ class RunQueue:
         self._look_at = time.monotonic() + _LOOK_SECONDS
         return self._runs[0]
 
+    def note_kept(self, *, hold_gpus: bool) -> None:
+        """Say, if it has changed, whether kept ranks of this notebook hold GPUs.
+
+        Nobody has to wait for these: a person can end them.
+        """
+        if hold_gpus != self._kept_hold_gpus:
+            self._kept_hold_gpus = hold_gpus
+            self._say_places()
+
     def look_again(self) -> None:
         """Look at once, since devices were given back."""
         self._look_at = 0.0
@@ -87,9 +97,14 @@ class RunQueue:
     def _say_places(self) -> None:
         for before, run in enumerate(self._runs):
             spec = run.submit.cell.spec
-            devices = "GPUs" if _takes_gpus(run.submit) else "processors"
+            device, holders = "processor", "other runs"
+            if _takes_gpus(run.submit):
+                device = "GPU"
+                if self._kept_hold_gpus:
+                    holders += " or ranks that this notebook keeps (%taas release ends these)"
             behind = f" and behind {counted(before, 'run')}" if before else ""
-            run.recorder.note(waiting=f"{spec.world_size} {devices}, which other runs have{behind}")
+            waiting = f"{counted(spec.world_size, device)}, which {holders} have{behind}"
+            run.recorder.note(waiting=waiting)
 
 
 def _takes_gpus(submit: Submit) -> bool:

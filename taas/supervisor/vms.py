@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from filelock import FileLock, Timeout
 
@@ -179,7 +179,7 @@ def share_gpus(
         named = f" ({', '.join(record.name for record in others)})" if others else ""
         advice = (
             "ranks that this notebook keeps have some. `%taas release` ends them."
-            if any(vm.run == KEPT and vm.gpus for vm in vms)
+            if keep_gpus(vms)
             else (
                 f"other runs have the rest{named}. `%taas status` shows them; wait for one, or"
                 " `%taas stop` it. Ranks that are kept end with a `%taas release` in their"
@@ -191,6 +191,11 @@ def share_gpus(
             f" {advice}"
         )
     return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
+
+
+def keep_gpus(vms: Iterable[Vm]) -> bool:
+    """Tell whether kept ranks on these VMs hold GPUs of this machine."""
+    return any(vm.run == KEPT and vm.gpus for vm in vms)
 
 
 def _of_other_notebooks() -> list[RunRecord]:
