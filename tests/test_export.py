@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
+from notebook_harness import Notebook, terminal
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -128,6 +128,24 @@ def _cells(path: Path) -> list[str]:
     for old, new in changes.items():
         code = [text.replace(old, new) for text in code]
     return code
+
+
+def test_a_project_that_was_moved_is_named(tmp_path: Path) -> None:
+    """Its modules are needed, so the program is refused, and nothing is written."""
+    project = tmp_path / "project"
+    project.mkdir()
+    book = Notebook(project)
+    try:
+        book.good("%load_ext taas")
+        book.good("#pragma taas --gpus 1 --name moved\nx = 1")
+        project.rename(tmp_path / "elsewhere")
+        said = terminal("export", "moved", "--to", str(tmp_path / "program"))
+    finally:
+        book.close()
+    assert said.returncode == 1
+    assert "the folder of moved" in said.stderr
+    assert "is not there any more" in said.stderr
+    assert not (tmp_path / "program").exists()
 
 
 def test_the_example_as_a_program(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ REFUSED = {
     "#pragma taas --gpus 2 --master_port 29500": "leave it out, the ranks of a run find each other",
     "#pragma taas --gpus 2 --type g2.8": "no option --type: write #!TYPE on the line above",
     "#pragma taas --gpus 2 --keep --return x": ": leave --return out",
+    "#pragma taas --gpus 2 --keep --return none": ": leave --return out",
     "#pragma taas --gpus all": "did you mean --gpus auto?",
     "#pragma taas --gpus 2 --background yes": "type --background, which takes no value",
     "#pragma taas --gpus 2 train.py": "train.py is no option: leave it out",

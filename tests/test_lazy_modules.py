@@ -40,6 +40,7 @@ ROWS = {
     "one that raises for what it does not have": ("k2_fsa", SPEECHBRAIN, NOTHING_ASKED),
     "one of the project, by importlib's LazyLoader": ("heavy", LAZY_LOADER, NOT_EXECUTED),
     "a library that taas knows, by LazyLoader": ("pandas", LAZY_LOADER, NOT_EXECUTED),
+    "the one whose GPU memory the cell looks at": ("torch", LAZY_LOADER, NOT_EXECUTED),
     "an object that is no module": ("facade", OBJECT, ""),
 }
 

@@ -20,6 +20,7 @@ from notebook_harness import Notebook
 from taas.delivery.config import Delivered
 from taas.header.options import RunSpec
 from taas.notebook import tables
+from taas.notebook.bug_report import public_part, without_home
 from taas.notebook.watched_run import _MANY_RANKS, in_full, watched
 from taas.runs.events import EVENTS, pack_record
 from taas.runs.places import ProcessMark
@@ -239,6 +240,26 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     os.utime(path, (path.stat().st_mtime - month,) * 2)
     assert all_connections() == []
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("home", "shown"),
+    [
+        ("/home/me", "~/a.py, /home/menu/b.py, /usr/c.py, ~"),
+        ("/home/me/", "~/a.py, /home/menu/b.py, /usr/c.py, ~"),
+        ("/", "/home/me/a.py, /home/menu/b.py, /usr/c.py, /home/me"),
+        ("~", "/home/me/a.py, /home/menu/b.py, /usr/c.py, /home/me"),
+    ],
+)
+def test_a_report_shortens_paths_below_home_only(home: str, shown: str) -> None:
+    """Not those of a folder whose name begins alike; in a container the home may be the root."""
+    assert without_home("/home/me/a.py, /home/menu/b.py, /usr/c.py, /home/me", home) == shown
+
+
+def test_a_report_does_not_say_where_in_the_users_code_ranks_stood(make: Make) -> None:
+    """The record of an interrupted run has names of the user's files and functions."""
+    record = make(state="over", outcome="interrupted", waiting="rank 0: secret.py:7 in secret")
+    assert "secret" not in str(public_part(record))
 
 
 def test_history_says_where_the_runs_folders_are(make: Make) -> None:

@@ -266,7 +266,7 @@ def _shape(
 def _check_keep(given: dict[str, Any]) -> None:
     """Refuse options that do not go with ``--keep``: kept ranks hold their notebook's names."""
     for other in NOT_WITH_KEEP:
-        if "keep" in given and given.get(other):
+        if "keep" in given and given.get(other, 0) != 0:  # --max-restarts 0 asks for nothing
             raise HeaderError(refusal(f"--keep with --{other}", f"leave --{other} out"))
 
 

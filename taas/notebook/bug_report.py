@@ -8,6 +8,7 @@ begin with ``~``.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def write_report(record: RunRecord, findings: Iterable[Finding], folder: Path) -
     path = folder / f"taas-report-{record.name}.txt"
     text = "\n".join(_sections(record, findings))
     try:
-        path.write_text(text.replace(str(Path.home()), "~"), encoding="utf-8")
+        path.write_text(without_home(text, os.path.expanduser("~")), encoding="utf-8")  # noqa: PTH111
     except OSError as error:
         raise EngineError(
             f"the report cannot be written to {path}: {error.strerror}. Run `taas doctor --report "
@@ -65,6 +66,16 @@ def _sections(record: RunRecord, findings: Iterable[Finding]) -> Iterator[str]:
         yield f"{finding.verdict:5} {finding.what}: {finding.fact}"
 
 
+def without_home(text: str, home: str) -> str:
+    """Return a text in which paths below the home directory begin with ``~``.
+
+    In a container the home may be ``/``, or not known, and then is ``~`` already.
+    """
+    if home in ("/", "~"):
+        return text
+    return re.sub(rf"{re.escape(home.rstrip('/'))}(?![\w-]|\.\w)", "~", text)
+
+
 def public_part(record: RunRecord) -> dict[str, Any]:
     """Return what a record says of a run, without what is the user's own."""
     facts: dict[str, Any] = msgspec.to_builtins(record)
@@ -74,7 +85,7 @@ def public_part(record: RunRecord) -> dict[str, Any]:
         name: value for name, value in spec.items() if name not in _WITH_NAMES and value
     }
     facts["lines of the cell"] = len(record.cell.text.splitlines())
-    for name in ("project", "notebook", "questions", "notices", "message"):
+    for name in ("project", "notebook", "questions", "notices", "message", "waiting"):
         facts.pop(name)  # texts with names, paths or words of the user's
     facts["losses"] = len(record.losses)
     facts["use"] = [

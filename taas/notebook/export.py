@@ -27,7 +27,7 @@ from taas.capture.setup_cells import SetupCell
 from taas.errors import EngineError
 from taas.import_hooks import loaded
 from taas.runs.records import PAYLOAD, RunRecord, read_record
-from taas.wording import counted, shown
+from taas.wording import counted, shown, shown_path
 
 PROGRAM, DATA = "train.py", "train.pickle"
 _PLAIN = (bool, int, str, type(None))
@@ -106,6 +106,11 @@ def export(record: RunRecord, folder: str) -> list[str]:
             f"the names that {record.name} was given are not there any more: they are kept up to 64"
             " MB (of background runs always), and while the run is in %taas history. Run the cell"
             " again, with less data in the notebook's names: let the cell load it."
+        )
+    if not Path(record.project).is_dir():
+        raise EngineError(
+            f"the folder of {record.name}, {shown_path(record.project)}, is not there any more, and"
+            " its modules are needed: put it back, or make a link to where it is now"
         )
     if (to / PROGRAM).exists():
         raise EngineError(f"{to / PROGRAM} is there already: name another folder with --to")

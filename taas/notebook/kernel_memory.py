@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from taas.import_hooks import loaded
 from taas.wire.clients import Gpu
 from taas.wording import size_in_words
 
@@ -20,7 +20,7 @@ def said_of_kernel_memory(visible: Sequence[Gpu], of_run: Sequence[str]) -> list
         visible: the kernel's GPUs, in CUDA's order.
         of_run: which of them the run has, as ``Gpu.device``.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return []
     lines = []
