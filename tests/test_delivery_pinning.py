@@ -34,6 +34,7 @@ def loader():
 def wait_for(iterator):  # until the next element is here, so that it is pinned ahead
     while iterator._step < 12 and rank_side._connection.peek(iterator._plan, iterator._step) is None:
         with rank_side._connection._lock:
+            rank_side._connection._flush()  # as before each wait: else nobody knows what was taken
             rank_side._connection._wait()
 def begin():
     import os
