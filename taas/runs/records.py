@@ -355,7 +355,7 @@ def make_room(
 
 
 def _size_of(folder: Path) -> int:
-    """Return the bytes that a folder takes on the disk; what is removed meanwhile counts no more."""
+    """Return the bytes that a folder takes on the disk; entries may disappear meanwhile."""
     total, waiting = 0, [str(folder)]
     while waiting:
         # What a cell has written may be thousands of folders deep: this calls itself for none.
