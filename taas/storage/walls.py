@@ -96,7 +96,7 @@ def _raise_mount(boundary: Boundary) -> str:
                 for entry in _linux.mounts():
                     if resolve_beneath(entry.point, project) is not None:
                         _linux.remount_readonly(entry)
-        # They are closed in the /dev that the rank sees, which is mounted last if the project has it.
+        # They are closed in the /dev that the rank sees; if the project has it, it is mounted last.
         for device in _writable_disks():
             _linux.close_device(device)
     if not os.statvfs(project).f_flag & os.ST_RDONLY:
