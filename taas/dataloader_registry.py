@@ -13,11 +13,12 @@ from taas.errors import DeliveryError, RegistrationError
 
 
 class _Entry(NamedTuple):
-    """What is registered: a loader, the name that it was given, and the variable that held it then."""
+    """What is registered: a loader, and how that was done."""
 
     loader: Any
-    name: str | None
-    variable: str | None
+    name: str | None  # that it was given
+    variable: str | None  # that held it then
+    cell: int  # how many cells had run then
 
 
 _registry: dict[int, _Entry] = {}
@@ -27,8 +28,8 @@ _registry: dict[int, _Entry] = {}
 def register(loader: Any, name: str | None = None) -> Any:
     """Have data workers make this loader's elements in every run with ``--cpus``.
 
-    A loader that was registered in the same variable, and that no variable holds any more, is
-    registered no longer: its cell was run again.
+    A loader that an earlier cell has registered in the same variable and under the same name, and
+    that no variable holds any more, is registered no longer: its cell was run again.
 
     Args:
         loader: a DataLoader, or any iterable that begins anew each time it is iterated.
@@ -49,23 +50,40 @@ def register(loader: Any, name: str | None = None) -> Any:
             " undoes it"
         )
     variable = _variable_of(loader)
-    replaced = _replaced_in(variable)
+    cell = _cells_run()
+    replaced = _replaced_in(variable, name, cell)
     if name is not None:
         _check_name(name, replaced)
     _check_iterable(loader)
     _check_travels(loader, name or variable or "loader")
     for old in replaced:
         del _registry[old]
-    _registry[id(loader)] = _Entry(loader, name, variable)
+    _registry[id(loader)] = _Entry(loader, name, variable, cell)
     return loader
 
 
-def _replaced_in(variable: str | None) -> list[int]:
-    """Return the registered loaders that a variable held, and that no variable holds now."""
+def _replaced_in(variable: str | None, name: str | None, cell: int) -> list[int]:
+    """Return the registered loaders whose place a loader takes, as its cell is run again.
+
+    A loop in one cell may register several loaders in one variable, and several cells may do so
+    under names of their own: all of these are meant.
+    """
     if variable is None:
         return []
-    held = [key for key, entry in _registry.items() if entry.variable == variable]
-    return [key for key in held if _variable_of(_registry[key].loader) is None]
+    return [
+        key
+        for key, entry in _registry.items()
+        if (entry.variable, entry.name) == (variable, name)
+        and entry.cell != cell
+        and _variable_of(entry.loader) is None
+    ]
+
+
+def _cells_run() -> int:
+    """Return how many cells this notebook has run so far; outside of a notebook none."""
+    from taas.capture.cells import typed_cells  # import taas stays quick
+
+    return len(typed_cells())
 
 
 def unregister(loader: Any) -> None:
@@ -85,7 +103,7 @@ def registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]
     """Return what is registered, in that order; names are those the loaders have in ``namespace`` now."""
     named: list[Registration] = []
     taken = {entry.name for entry in _registry.values() if entry.name is not None}
-    for number, (loader, given, _) in enumerate(_registry.values()):
+    for number, (loader, given, *_) in enumerate(_registry.values()):
         variable = _variable_of(loader, namespace)
         free = (f"loader_{count}" for count in itertools.count(number))
         name = given or next(

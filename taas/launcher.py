@@ -131,6 +131,7 @@ def _launch(
         project=project,
         returned=spec.returned,
         size=spec.world_size,
+        keep=spec.keep,
     )
     with delivering(loaders), ExitStack() as captures:
         kept = left.names if left else None
@@ -164,6 +165,7 @@ def _launch(
             ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:
             _kept = KeptRun(ended.record, captured.kept()) if ended.record.kept_ranks else None
+            say(*(_kept.names.notices if _kept else ()))
         apply_final(ended.loaders, loaders)
     finish(ended.record)
     return None

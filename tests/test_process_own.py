@@ -74,6 +74,10 @@ def test_what_a_rank_has_of_its_process_does_not_lose_what_was_trained(
 
 IN_NOTEBOOK = {
     "an iterator of workers": "engine.own = iter(DataLoader(range(4), num_workers=1))",
+    "one beside a dict whose class has items of its own": (
+        "class Shy(dict):\n    def values(self): raise KeyError('shy')\n"
+        "engine.shy, engine.own = Shy(a=1), [iter(DataLoader(range(4), num_workers=1))]"
+    ),
     "one in a list": "engine.own = [iter(DataLoader(range(4), num_workers=1)), 1]",
     "a group of one process": (
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from notebook_harness import Notebook
 from torch.utils.data import DataLoader, Dataset
 
 from taas import dataloader_registry as registry
@@ -53,23 +54,37 @@ def test_register_names_the_variable_and_unregister_undoes() -> None:
     assert [entry.name for entry in registry.registered({})] == ["validation"]
 
 
-@pytest.mark.parametrize("name", [None, "mine"])
-def test_a_cell_that_registers_is_run_again(
-    monkeypatch: pytest.MonkeyPatch, name: str | None
-) -> None:
-    """The loader that its variable had before goes; one that something else holds by a variable stays."""
-    main, before = sys.modules["__main__"], set(registry._registry)
-    loaders = [DataLoader(Plain()) for _ in range(3)]
-    for loader in loaders:
-        monkeypatch.setattr(main, "train", loader, raising=False)
-        registry.register(loader, name=name)
-    [entry] = [e for e in registry.registered(vars(main)) if id(e.loader) not in before]
-    assert (entry.loader, entry.name) == (loaders[-1], name or "train")
-    monkeypatch.setattr(main, "first", entry.loader, raising=False)
-    monkeypatch.setattr(main, "train", other := DataLoader(Plain()))
-    registry.register(other)
-    names = [e.name for e in registry.registered(vars(main))]
-    assert names == [name or "first", "train"]
+MAKE = "train = DataLoader([0, 1]); taas.register(train);"
+NAMED = "train = DataLoader([0, 1]); taas.register(train, name='mine');"
+IN_A_LOOP = """for name in ('fit', 'test'):
+    train = DataLoader([0, 1])
+    loaders[name] = taas.register(train, name=name)"""
+# cells, and what is registered then
+CELLS = {
+    "run again": ([MAKE, MAKE, MAKE], ["train"]),
+    "run again, with a name": ([NAMED, NAMED], ["mine"]),
+    "another variable holds the one before": ([MAKE, "first = train", MAKE], ["first", "train"]),
+    "other names in one variable, in two cells": ([MAKE, NAMED], ["loader_0", "mine"]),
+    "a loop": ([IN_A_LOOP], ["fit", "test"]),
+    "a loop that is run again": ([IN_A_LOOP, IN_A_LOOP], ["fit", "test"]),
+    "a loop without names": ([IN_A_LOOP.replace(", name=name", "")], ["loader_0", "train"]),
+    "one beside it": (["other = DataLoader([5]); taas.register(other);", MAKE, MAKE], ["other", "train"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_that_registers_is_run_again(name: str, notebook: Notebook) -> None:
+    """The loader that its variable had before goes; all others stay."""
+    cells, names = CELLS[name]
+    notebook.good(
+        "import taas\nfrom torch.utils.data import DataLoader\n"
+        "from taas.dataloader_registry import registered\nloaders = {}"
+    )
+    for cell in cells:
+        notebook.good(cell)
+    assert notebook.value("[one.name for one in registered(globals())]") == str(names)
+    notebook.good("for one in registered():\n    taas.unregister(one.loader)\ndel one, train")
+    notebook.good("for name in ('first', 'other'):\n    globals().pop(name, None)")
 
 
 def test_registering_twice_is_an_error() -> None:

@@ -799,6 +799,21 @@ def test_ranks_that_stay_have_their_own(notebook: Notebook) -> None:
     notebook.good("%taas release")
 
 
+def test_a_cell_whose_ranks_stay_is_told_what_helps_there(notebook: Notebook) -> None:
+    """It has ``--keep`` already: what it makes of a model or of the rank, its ranks keep."""
+    notebook.good(IMPORTS)
+    notebook.good(MAKE + "rank = dist.get_rank()\nmodels = {'a': net}")
+    ran = notebook.good(KEPT + "meet()\nnet(x), models, rank")
+    said = [line for line in ran.stdout.splitlines() if line.startswith("taas: ")]
+    wrap = "came back without its DistributedDataParallel: wrap it again in this cell, and these"
+    assert said == [
+        f"taas: net {wrap} ranks keep it wrapped.",
+        "taas: rank: rank 0's, in every rank. Make it in this cell, and each of these ranks keeps"
+        " its own.",
+    ]
+    notebook.good("%taas release")
+
+
 def test_a_registered_loader_of_rank_0_is_delivered_to_all(notebook: Notebook) -> None:
     """Data processes have a stream for each rank, and nothing is said of the sampler, whatever the number."""
     notebook.good(IMPORTS + "import taas")

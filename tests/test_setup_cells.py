@@ -201,6 +201,21 @@ def test_ranks_that_stay_run_what_is_new(cells: Notebook) -> None:
 
 
 @pytest.mark.slow
+def test_one_that_failed_runs_again_in_ranks_that_stay(cells: Notebook, tmp_path: Path) -> None:
+    """What it does to a library is there as soon as it can be: the rank does not take it for done."""
+    keep = "#pragma taas --gpus 2 --keep\n"
+    cells.good(keep + "x = 1")
+    fails = (
+        f"import os\nif 'RANK' in os.environ and not os.path.exists({str(tmp_path / 'there')!r}):\n"
+    )
+    cells.good(SETUP + fails + "    raise LookupError('not yet')\n" + ADD.format(what=1))
+    assert "not yet" in cells.run(keep + SEEN).evalue
+    (tmp_path / "there").touch()
+    assert cells.good(keep + SEEN).own == "[1]\n"
+    assert cells.good(keep + SEEN).own == "[1]\n"
+
+
+@pytest.mark.slow
 def test_data_processes_run_them(cells: Notebook) -> None:
     """A dataset of a registered loader may need what a library keeps, where it is rebuilt and where it makes elements."""
     cells.good(

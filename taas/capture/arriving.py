@@ -29,7 +29,7 @@ from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch
 from taas.capture.payload import NoRoom, Payload, write_file
 from taas.capture.process_bound import Place, is_container, settle
 from taas.capture.process_bound_libraries import renews, wrap_again
-from taas.capture.process_own import left_attributes
+from taas.capture.process_own import tell_again
 from taas.capture.process_state import ProcessState, not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
 from taas.capture.reading import ATOMS
@@ -181,7 +181,7 @@ class Arrival:
         """Take what changes are found against, right before the cell runs."""
         with no_collection():
             left_out.clear()
-            left_attributes.clear()
+            tell_again()
             self.heap.mark()
             self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
             self.names_before = {**self._namespace}
@@ -254,11 +254,12 @@ class CellChanges:
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
         self._places_now = holders(arrival.project)
         left_out.clear()
-        left_attributes.clear()
+        tell_again()
+        staying = {cls for cls in {*map(type, self._heap.objects)} if stays(cls)}
         known = [
             n
             for n, value in enumerate(self._heap.objects)
-            if n != NAMESPACE and not stays(type(value))
+            if n != NAMESPACE and type(value) not in staying
         ]
         reader = Reader(namespace, project=arrival.project, unwrap=True)
         self._heap.left, self._heap.parted = {}, []
@@ -423,8 +424,9 @@ class CellChanges:
         it.
         """
         heap = self._heap
+        kinds = {cls for cls in {*map(type, heap.objects)} if is_wrapper(cls)}
         wrappers = [
-            n for n, value in enumerate(heap.objects) if is_wrapper(type(value)) and heap.states[n]
+            n for n, value in enumerate(heap.objects) if type(value) in kinds and heap.states[n]
         ]
         if not wrappers:
             return []

@@ -58,7 +58,7 @@ from taas.capture.process_bound import (
     surely_read,
     words_that_run,
 )
-from taas.capture.process_own import left_attributes
+from taas.capture.process_own import tell_again, tell_what_changed
 from taas.capture.rank_values import rank_values, remember_rank_values
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
@@ -184,7 +184,7 @@ class Capture:
     def _pack(self, places: dict[str, Any], *, for_data: bool) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
         left_out.clear()
-        left_attributes.clear()
+        tell_again(but=self._held.objects)
         needs, namespace = self._needs, self._namespace
         bound = {**dict.fromkeys(sorted(needs.maybe), _NO_NAMES), **needs.bound}
         waiting = [*bound]
@@ -341,8 +341,8 @@ class Capture:
                 )
         return error
 
-    def check_fit(self, cell: str, size: int) -> None:
-        """Note what of the names does not fit a run of ``size`` ranks.
+    def check_fit(self, cell: str, size: int, *, keep: bool) -> None:
+        """Note what of the names does not fit a run of ``size`` ranks; ``keep``: these stay.
 
         Raises :class:`CaptureError` for what is surely needed, and of no use in these ranks.
         """
@@ -354,7 +354,7 @@ class Capture:
         meant = self._roots.keys() - self._needs.others
         roots = {name: n for name, n in self._roots.items() if name in meant}
         delivered = {id(loader) for loader in loaders_delivered()}
-        fit = fit_of(self.heap, roots, delivered, size, words, wrapping)
+        fit = fit_of(self.heap, roots, delivered, size, words, wrapping, keep=keep)
         if fit.useless:
             sure = surely_read(self._needs.sure, self._roots, self.heap, words)
             for why in (why for name, why in fit.useless.items() if name in sure):
@@ -366,9 +366,10 @@ class Capture:
         of_rank = [name for name in rank_values(self._namespace, _names_bound_by) if name in roots]
         of_rank = [name for name in of_rank if not self._has_share(roots[name])]
         if of_rank and size > 1:
+            advice = "and each of these ranks keeps its own" if keep else "or use --keep"
             self._unfit.append(
                 f"{', '.join(of_rank)}: rank 0's, in every rank. Make"
-                f" {'it' if len(of_rank) == 1 else 'them'} in this cell, or use --keep."
+                f" {'it' if len(of_rank) == 1 else 'them'} in this cell, {advice}."
             )
 
     def _travels_whole(self, one: Again) -> bool:
@@ -531,8 +532,9 @@ def capture(
     anew: Iterable[Any] = (),
     for_data: bool = False,
     size: int = 1,
+    keep: bool = False,
 ) -> Capture:
-    """Capture the names that a cell needs, for a run of ``size`` ranks.
+    """Capture the names that a cell needs, for a run of ``size`` ranks, which may stay: ``keep``.
 
     ``returned`` names come back; None for all that changed. ``kept`` is what the ranks hold; what
     is in ``anew`` travels all the same. ``for_data``: data processes unpack it, too, and find in it
@@ -560,7 +562,7 @@ def capture(
         captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
         while held.let_go(captured.heap):  # what travels has parts of them
             captured = Capture(namespace, needs, str(project), held, *known, for_data=for_data)
-        captured.check_fit(cell, size)
+        captured.check_fit(cell, size, keep=keep)
         told = None if returned is None else list(returned)
         captured.write(shell, future=future, extensions=extensions, returned=told)
         return captured
@@ -651,10 +653,13 @@ class Kept:
         self.heap = heap or Heap(Reader(namespace), [namespace])
         self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
         self.heap.mark()
-        self.heap.failed = {}
+        self.heap.failed, self.heap.parted = {}, []
         self.next_region = applied.next_region
         reached = self.heap.reached(n for _, n in self.roots())
         self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
+        # by number: what cannot be described here, so nobody can tell later whether it has changed
+        self.unreadable = self.heap.unreadable(reached - {NAMESPACE})
+        self._unreadable_before = before.unreadable_ids if before else set[int]()
         used = MemoryTable(applied.memory, ()).regions_of(
             self.heap.memories_among(reached).values()
         )
@@ -662,6 +667,25 @@ class Kept:
         self.snapshot: MemorySnapshot = MemorySnapshot(
             self.stretches, before.snapshot if before else None
         )
+
+    @property
+    def unreadable_ids(self) -> set[int]:
+        """The ids of what cannot be compared."""
+        return {id(self.heap.objects[n]) for n in self.unreadable}
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the user: what the ranks keep, whatever the notebook does to it."""
+        roots, found = dict(self.roots()), []
+        for n, error in self.unreadable.items():
+            way = self.heap.way_to({n}, roots)
+            if way is not None and id(self.heap.objects[n]) not in self._unreadable_before:
+                why = f"{type(error).__name__}: {first_line(error)}"
+                found.append(
+                    f"{way[0]} came, but its class cannot say here what is in it ({why}). The ranks"
+                    " keep theirs: change it in cells with --keep, not in the notebook."
+                )
+        return found
 
     def roots(self) -> list[tuple[str, int]]:
         """Return the names, and places, of what travelled to the ranks or came from there, with its numbers."""
@@ -725,9 +749,11 @@ class Held:
         """Return the numbers of what is another now than after the last cell."""
         kept, heap, numbers = self.kept, self.kept.heap, self._numbers
         length = len(heap.objects)
+        tell_what_changed()
         try:
             heap.describe_after(numbers, heap.reader)
-            found = {n for n in numbers if n in heap.failed or not heap.is_same(n)}
+            asked = numbers - kept.unreadable.keys()
+            found = {n for n in asked if n in heap.failed or not heap.is_same(n)}
         finally:  # also after an interrupt: the next cell compares with the same
             heap.take_back(length)
         changed = kept.snapshot.changed(kept.stretches)

@@ -310,7 +310,7 @@ class FlatStates:
         first = len(children) - before
         if reading.state is None:
             return "reading", (first, None, by, made, [])
-        own: Any = getattr(value, "__dict__", self)
+        own = attributes_of(value)
         parts = [{**own} if part is own is not value else part for part in reading.state]
         if left_attributes:
             for index, part in enumerate(parts):
@@ -413,7 +413,7 @@ def _are_attributes(value: Any, reading: Reading) -> bool:
     told, *rest = reading.state or (None,)
     if reading.setter is not set_by_protocol or type(told) is not dict:
         return False
-    own = getattr(value, "__dict__", {})
+    own = attributes_of(value)
     return all(one is None for one in rest) and all(
         own.get(name, told) is told[name] for name in told
     )

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from taas.capture.flat import FlatStates, LeftAttribute, LeftOut, State
 from taas.capture.holders import Left, holder_kinds, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange, Span
-from taas.capture.process_own import holds, is_of_process, left_attributes
+from taas.capture.process_own import holds, is_of_process, leave_out, left_attributes
 from taas.capture.reader import Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS, read_insides
 from taas.capture.tensors import is_tensor
+from taas.import_hooks import attributes_of
 
 NAMESPACE = 0
 """The number of the notebook's namespace."""
@@ -156,15 +157,16 @@ class Heap(FlatStates):
         made with: this is nobody else's, and gets a number that only this side knows. So is a
         module of which something stays behind.
         """
+        staying = {cls for cls in {*map(type, self.objects)} if stays(cls)}
         for n, value in enumerate(self.objects):
-            if n != NAMESPACE and value is not None and self._is_other_here(value, self.states[n]):
+            if n == NAMESPACE or value is None or type(value) in staying:
+                continue
+            if self._is_other_here(value, self.states[n]):
                 self.describe_again(n)
         self.walk()
         self.leave_out()
 
     def _is_other_here(self, value: Any, state: State | None) -> bool:
-        if stays(type(value)):
-            return False
         if isinstance(value, types.ModuleType):
             return self.number.get(id(Left)) in (state or NO_STATE)[2]
         # in the notebook: made on a GPU, and here in host memory
@@ -190,6 +192,15 @@ class Heap(FlatStates):
             if self.objects[n] is not None and before is not None and before[0] not in CONSTANT:
                 self.describe_again(n)
         self.walk()
+
+    def unreadable(self, numbers: Iterable[int]) -> dict[int, Exception]:
+        """Return the objects whose own protocol fails to describe them now, with its errors."""
+        length = len(self.objects)
+        asked = [n for n in numbers if self.reader.asks(type(self.objects[n]))]
+        self.describe_after(asked, self.reader)
+        failed = {n: self.failed[n] for n in asked if n in self.failed}
+        self.take_back(length)
+        return failed
 
     def renumber(self, n: int) -> int:
         """Give an object another number, as it is made anew on the other side."""
@@ -384,15 +395,15 @@ class Heap(FlatStates):
             holder, _CODE
         ):
             return []
-        attributes = getattr(holder, "__dict__", {})
+        attributes = attributes_of(holder)
         return [name for name, item in attributes.items() if holds(item, lambda one: one is wanted)]
 
     def _leave_out_attribute(self, n: int, name: str, kind: str, roots: Mapping[str, int]) -> None:
         holder = self.objects[n]
-        part = vars(holder)[name]
+        part = attributes_of(holder)[name]
         way = self.way_to((n,), roots)
         path = way[0] if way and way[0] else f"a {type(holder).__qualname__}"
-        left_attributes[id(holder), name] = holder, part
+        leave_out(holder, name)
         self.parted.append(LeftAttribute(f"{path}.{name}", name, kind, holder, part))
 
     def _leave_out_of_holders(self, first: int) -> bool:

@@ -43,8 +43,12 @@ def last_imported() -> str:
 
 
 def imported_after(last: str) -> list[str]:
-    """Return the modules that were imported after that one; others are not looked at (docs of ``imported_since``)."""
-    return list(itertools.takewhile(lambda name: name != last, reversed(sys.modules)))
+    """Return the modules that were imported after the ``last`` one.
+
+    Earlier ones are not looked at (see ``imported_since``). All of this runs in C, so no other
+    thread can import anything meanwhile, which would end the iteration with an error.
+    """
+    return list(itertools.takewhile(last.__ne__, reversed(sys.modules)))
 
 
 _puts_back = False

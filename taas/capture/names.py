@@ -434,7 +434,7 @@ def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
                 else set()
             )
         else:
-            classes = (type(part) for part in getattr(value, "__dict__", {}).values())
+            classes = (type(part) for part in attributes_of(value).values())
             found = found.union(*(names_of(cls) for cls in classes if cls.__module__ == "__main__"))
     return found
 

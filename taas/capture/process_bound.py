@@ -18,7 +18,6 @@ gradients.
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import types
 import weakref
@@ -29,8 +28,8 @@ from typing import Any, NamedTuple
 from taas.capture import process_bound_libraries as libraries
 from taas.capture.cells import python_of
 from taas.capture.code_by_value import global_names, words_in
-from taas.capture.reading import Reading
-from taas.import_hooks import loaded
+from taas.capture.reading import Reading, once_per_class
+from taas.import_hooks import attributes_of, loaded
 
 _ReaderOf = Callable[[Any], Reading | None]
 
@@ -45,7 +44,7 @@ class Place(NamedTuple):
 # ---------------------------------------------------------------- state of the process
 
 
-@functools.cache
+@once_per_class
 def _dicts_of(cls: Any) -> tuple[tuple[type, str], ...]:
     """Return where a class holds dicts: by which base, and under which name."""
     found = []
@@ -133,6 +132,8 @@ _PAIRS = (
 """Attributes that say of which rank an object is, and of how many; also with underscores before
 both.
 """
+_PAIRS_WRITTEN = tuple((mark + rank, mark + size) for rank, size in _PAIRS for mark in ("", "_"))
+_SAY_RANK = frozenset(rank for rank, _ in _PAIRS_WRITTEN)
 _SHARES_BY_NAME = re.compile(r"Sampler|Shard|Distributed|DataLoader|DL$")
 
 _from_ranks: dict[int, weakref.ref[Any]] = {}
@@ -144,18 +145,17 @@ def pair_of(value: Any) -> tuple[str, int, int] | None:
 
     None where no attribute says so.
     """
-    attributes = getattr(value, "__dict__", None)
-    if type(attributes) is not dict:
+    attributes = attributes_of(value)
+    if type(attributes) is not dict or _SAY_RANK.isdisjoint(attributes):
         return None
-    for pair in _PAIRS:
-        for rank, size in (pair, ("_" + pair[0], "_" + pair[1])):
-            number, of = attributes.get(rank), attributes.get(size)
-            if type(number) is int and type(of) is int and 0 <= number < of and of > 1:
-                return rank, number, of
+    for rank, size in _PAIRS_WRITTEN:
+        number, of = attributes.get(rank), attributes.get(size)
+        if type(number) is int and type(of) is int and 0 <= number < of and of > 1:
+            return rank, number, of
     return None
 
 
-@functools.cache
+@once_per_class
 def _are_shares(cls: Any) -> bool:
     """Tell whether objects of a class are what divides data among ranks."""
     data = loaded("torch.utils.data")
@@ -271,18 +271,19 @@ def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set
 
     A class's ``__init__`` runs where the class is named; other special methods are called unnamed.
     """
-    named, found, waiting = {*words}, set[str](), [*codes]
-    runs = True
-    while runs:
-        runs = False
-        for code in [*waiting]:
-            name = code.co_name
-            if name == "__init__":
-                name = code.co_qualname.split(".")[-2:][0]
-            if name in named or name in found or name.startswith(("__", "<")):
-                waiting.remove(code)
-                found |= words_in(code)
-                runs = True
+    by_name: dict[str, list[types.CodeType]] = {}
+    for code in codes:
+        name = code.co_name
+        if name == "__init__":
+            name = code.co_qualname.split(".")[-2:][0]
+        by_name.setdefault(name, []).append(code)
+    unnamed = [name for name in by_name if name.startswith(("__", "<"))]
+    found, waiting = set[str](), [*words, *unnamed]
+    while waiting:
+        for code in by_name.pop(waiting.pop(), ()):
+            new = words_in(code) - found
+            found |= new
+            waiting += new
     return found
 
 
@@ -441,22 +442,25 @@ def fit_of(
     size: int,
     words: Collection[str],
     wrapping: Wrapping,
+    *,
+    keep: bool = False,
 ) -> Fit:
     """Say what of a notebook's objects, under some names, does not fit a run of ``size`` ranks.
 
     ``delivered`` are the ids of loaders of which data processes take care; ``words`` those of the
-    code that runs, and ``wrapping`` says what of modules it wraps.
+    code that runs, and ``wrapping`` says what of modules it wraps. ``keep``: the ranks stay after
+    the cell, so a line does not advise that.
     """
     reached = heap.reached(roots.values())
-    opaque = {
-        n for n in reached if id(heap.objects[n]) in delivered or libraries.renews(heap.objects[n])
-    }
+    kinds = libraries.kinds_asked({type(heap.objects[n]) for n in reached})
+    asked = {n for n in reached if type(heap.objects[n]) in kinds}
+    renewing = {n for n in asked if libraries.renews(heap.objects[n])}
+    opaque = renewing | {n for n in reached if id(heap.objects[n]) in delivered}
     inside = heap.reached(roots.values(), opaque)
-    wrapped = wrapping.any or any(libraries.renews(heap.objects[n]) for n in opaque)
-    fit = Fit([], {}, wrapped, [])
+    fit = Fit([], {}, wrapping.any or bool(renewing), [])
     here = f"this cell has {size} ranks" if size > 1 else "this cell has one process"
 
-    for n in inside | opaque:
+    for n in sorted(asked & (inside | opaque)):
         reason = libraries.misfit(heap.objects[n], size, words)
         if reason is not None:
             why, advice = reason
@@ -490,7 +494,8 @@ def fit_of(
         if trains:
             fit.again.extend(_wrapped_again(heap, roots, inside, known, wrapping))
         done = {one.module for one in fit.again}
-        for n, path, why in _without_wrapper(heap, roots, inside, opaque, wrapping):
+        missing = _without_wrapper(heap, roots, inside, opaque, wrapping, keep=keep)
+        for n, path, why in missing:
             if n not in done and n in known and trains:
                 fit.useless.update(
                     dict.fromkeys(_names_with({n}, heap, roots, opaque), f"{path} {why}")
@@ -540,12 +545,22 @@ def _names_with(
 
 
 def _without_wrapper(
-    heap: Any, roots: dict[str, int], inside: set[int], opaque: set[int], wrapping: Wrapping
+    heap: Any,
+    roots: dict[str, int],
+    inside: set[int],
+    opaque: set[int],
+    wrapping: Wrapping,
+    *,
+    keep: bool,
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield what lacks a wrapper that the code does not give it: its number, where it is, and what to do."""
+    """Yield each module that lacks a wrapper which the code does not give it.
+
+    That is its number, where it is, and what to do.
+    """
     ids = {id(heap.objects[n]) for n in inside}
+    advice = "and these ranks keep it wrapped" if keep else "or use --keep"
     missing = [
-        (value, f"came back without its {wrapper}: wrap it again in this cell, or use --keep.")
+        (value, f"came back without its {wrapper}: wrap it again in this cell, {advice}.")
         for value, wrapper in unwrapped_among(ids)
     ]
     missing += [

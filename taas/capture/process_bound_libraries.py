@@ -18,7 +18,7 @@ import contextlib
 import datetime
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from taas.capture.reading import Reading, keeps_state_of_object, make_plain, read_plain, turn_into
@@ -340,6 +340,22 @@ _RENEW = (
     "fabric.wrappers._FabricModule",
     "skorch.hf.AccelerateMixin",
 )
+
+
+_REFUSED = (
+    "accelerate.data_loader.DataLoaderShard",
+    "fabric.fabric.Fabric",
+    "torch.distributed.optim.ZeroRedundancyOptimizer",
+)
+
+
+def kinds_asked(kinds: Iterable[type]) -> set[type]:
+    """Return those of some classes whose objects :func:`renews` and :func:`misfit` know.
+
+    A notebook may have a million objects of other classes, and each question costs microseconds.
+    """
+    known = tuple(cls for name in (*_RENEW, *_REFUSED) for cls in _classes(name))
+    return {cls for cls in kinds if issubclass(cls, known)}
 
 
 def renews(value: Any) -> bool:

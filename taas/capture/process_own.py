@@ -8,8 +8,11 @@ process group. Where the object is there already, it keeps its own.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
+
+from taas.import_hooks import attributes_of
 
 _DISTRIBUTED = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
 _KINDS = {
@@ -30,9 +33,15 @@ _KINDS = {
 _DEEPEST = 4
 """Containers in containers that are looked into."""
 
-left_attributes: dict[tuple[int, str], tuple[Any, Any]] = {}
-"""The attributes that were left out since the last capture, by their object's id and their name:
-that object, and what it has there.
+_ITEMS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset)},
+}
+"""What iterates over a container: the built-in method, since a subclass may do anything in its own.
+"""
+
+left_attributes: dict[tuple[int, str], Callable[[], Any]] = {}
+"""The attributes that are left out, by their object's id and their name: what returns that object.
 """
 
 
@@ -50,10 +59,40 @@ def holds(part: Any, is_wanted: Callable[[Any], bool], deepest: int = _DEEPEST) 
     """Tell whether something is what is wanted, or a container with that in it."""
     if is_wanted(part):
         return True
-    if not deepest or not isinstance(part, (list, tuple, set, frozenset, dict)):
+    kind = next((kind for kind in _ITEMS if issubclass(type(part), kind)), None)
+    if not deepest or kind is None:
         return False
-    items = part.values() if isinstance(part, dict) else part
-    return any(holds(item, is_wanted, deepest - 1) for item in [*items])
+    return any(holds(item, is_wanted, deepest - 1) for item in [*_ITEMS[kind](part)])
+
+
+def leave_out(holder: Any, name: str) -> None:
+    """Leave out an attribute of an object, as long as the object lives.
+
+    The object is not kept alive for it: with it would live a DataLoader's workers. Its class may
+    not allow weak references; then the object lives until :func:`tell_again`.
+    """
+    key = id(holder), name
+    if type(holder).__weakrefoffset__:
+        # The key goes before another object can have the same id.
+        left_attributes[key] = weakref.ref(holder, lambda _: left_attributes.pop(key, None))
+    else:
+        left_attributes[key] = lambda: holder
+
+
+def tell_again(but: Collection[Any] = ()) -> None:
+    """Leave out no attribute any more, except of the objects in ``but``."""
+    if not left_attributes:
+        return
+    ids = {*map(id, but)}
+    for key in [key for key in left_attributes if key[0] not in ids]:
+        del left_attributes[key]
+
+
+def tell_what_changed() -> None:
+    """Leave out no attribute any more that has got a value which does not belong to the process."""
+    for (number, name), holder in [*left_attributes.items()]:
+        if not holds(attributes_of(holder()).get(name), lambda one: is_of_process(type(one))):
+            left_attributes.pop((number, name), None)
 
 
 def names_told(holder: Any, attributes: Iterable[str]) -> list[str]:
@@ -66,12 +105,12 @@ def names_told(holder: Any, attributes: Iterable[str]) -> list[str]:
 def keep_own(holder: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of an object that belong to this process, and that it keeps where it is told of its others."""
     kept = {}
-    for name, part in getattr(holder, "__dict__", {}).items():
+    for name, part in attributes_of(holder).items():
         if name in told:
             continue
         if (id(holder), name) in left_attributes or holds(
             part, lambda one: is_of_process(type(one))
         ):
             kept[name] = part
-            left_attributes[id(holder), name] = holder, part
+            leave_out(holder, name)
     return kept

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from taas.capture.cells import python_of
+from taas.capture.cells import python_of, typed_cells
 from taas.capture.code_by_value import words_in
 from taas.import_hooks import attribute_of
 
@@ -31,8 +31,12 @@ _CHOOSE = {
 """Functions that choose parts of data, or hand on what is chosen."""
 _OF_DATA = re.compile(r"Dataset|Subset|Loader|Sampler")
 
-_known: dict[str, tuple[Any, int]] = {}
-"""In a notebook: names whose value is rank 0's, that value, and how many cells there were then."""
+_known: dict[str, tuple[int, int]] = {}
+"""In a notebook: names whose value is rank 0's, that value's id, and up to which cell this holds.
+
+The value itself may be a large part of the data, and must not live longer because it is noted here.
+An id that another object has by now costs a line that is not needed.
+"""
 
 
 def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
@@ -40,16 +44,27 @@ def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
     with contextlib.suppress(SyntaxError):
         for name, is_part in names_of_rank(cell, namespace).items():
             if name in namespace and _may_be_of_rank(namespace[name], is_part=is_part):
-                _known[name] = namespace[name], len(namespace.get("In", ()))
+                _known[name] = id(namespace[name]), len(typed_cells())
 
 
 def rank_values(
     namespace: dict[str, Any], binds: Callable[[str], set[str] | None]
 ) -> Iterator[str]:
     """Yield the names whose value is rank 0's still; ``binds`` tells what a cell may bind, None for any name."""
-    for name, (value, cells) in [*_known.items()]:
-        since = [_bound_by(cell, binds) for cell in namespace.get("In", ())[cells:-1]]
-        if namespace.get(name, _known) is value and not any(b is None or name in b for b in since):
+    cells = typed_cells()
+    running = max(len(cells) - 1, 0)
+    bound_by: dict[
+        str, set[str] | None
+    ] = {}  # each cell is read once, however many names there are
+    for name, (number, asked) in [*_known.items()]:
+        holds = id(namespace.get(name, _known)) == number
+        for cell in cells[asked:running]:
+            if cell not in bound_by:
+                bound_by[cell] = _bound_by(cell, binds)
+            bound = bound_by[cell]
+            holds = holds and bound is not None and name not in bound
+        if holds:
+            _known[name] = number, max(asked, running)
             yield name
         else:
             del _known[name]

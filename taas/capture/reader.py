@@ -30,6 +30,7 @@ from taas.capture.reading import (
     VIEWS,
     MissingModule,
     Reading,
+    attribute_of_class,
     container_reader,
     find,
     import_or_stand_in,
@@ -103,7 +104,7 @@ class Reader:
             return refuse
         if (holder := reader_of_holders(cls)) is not None:
             return holder
-        if getattr(cls, "__taas_stays__", False):
+        if attribute_of_class(cls, "__taas_stays__"):
             return self._by_protocol
         if delivers(cls):
             return lambda value: read_reduced(
@@ -166,7 +167,10 @@ class Reader:
             return read_exception
         if issubclass(cls, weakref.ref):
             return read_reference
-        new_takes_arguments = hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__")
+        new_takes_arguments = any(
+            attribute_of_class(cls, name) is not None
+            for name in ("__getnewargs__", "__getnewargs_ex__")
+        )
         is_plain = (keeps_state_of_object(cls) and is_only_python(cls)) or _leaves_out(cls)
         rule = keeps_pickling_of_object(cls) and is_plain and not new_takes_arguments
         return read_plain if rule else self._by_protocol
@@ -208,7 +212,7 @@ class Reader:
 
 def stays(cls: type) -> bool:
     """Tell whether objects of a class stand in a rank for the notebook's own, which stay there as they are."""
-    return getattr(cls, "__taas_stays__", False) or cls.__qualname__ == "BlockValuesRefs"
+    return bool(attribute_of_class(cls, "__taas_stays__")) or cls.__qualname__ == "BlockValuesRefs"
 
 
 def is_as_sent(value: Any) -> bool:
@@ -220,7 +224,7 @@ def is_as_sent(value: Any) -> bool:
 
 def is_wrapper(cls: type) -> bool:
     """Tell whether objects of a class are wrappers around the module that comes back in their place."""
-    if getattr(cls, "__taas_unwrap__", False):
+    if attribute_of_class(cls, "__taas_unwrap__"):
         return True
     parallel = loaded("torch.nn.parallel")
     return parallel is not None and issubclass(

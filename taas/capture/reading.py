@@ -26,7 +26,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from taas.capture.process_own import keep_own
 from taas.import_hooks import attributes_of, may_be_of_project
@@ -36,6 +36,7 @@ ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(
 
 _POINTER = struct.calcsize("P")
 _slot_names: Any = copyreg._slotnames  # type: ignore[attr-defined]
+_Answer = TypeVar("_Answer")
 _HEAP_TYPE = 1 << 9
 """``Py_TPFLAGS_HEAPTYPE``: made by a ``class`` statement, or as one."""
 
@@ -59,6 +60,14 @@ class Reading(NamedTuple):
 # ---------------------------------------------------------------- objects of Python classes
 
 
+def attribute_of_class(cls: type, name: str) -> Any:
+    """Return what a class, or a base of it, holds under a name; None where none does.
+
+    A metaclass is not asked: its ``__getattr__`` may raise anything for a name that it lacks.
+    """
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
 def keeps_pickling_of_object(cls: Any) -> bool:
     """Tell whether a class leaves ``__reduce_ex__`` and ``__reduce__`` as they are."""
     return cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
@@ -66,7 +75,8 @@ def keeps_pickling_of_object(cls: Any) -> bool:
 
 def keeps_state_of_object(cls: Any) -> bool:
     """Tell whether a class leaves ``__getstate__`` as it is."""
-    return cls.__getstate__ is object.__getstate__ and not hasattr(cls, "__setstate__")
+    is_set_by_it = attribute_of_class(cls, "__setstate__") is not None
+    return cls.__getstate__ is object.__getstate__ and not is_set_by_it
 
 
 def is_only_python(cls: type) -> bool:
@@ -164,8 +174,8 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
         return Reading(constructor, arguments, set_insides, read_insides(value), changer)
     if state is None and items is None and pairs is None:
         return Reading(constructor, arguments, changer=changer)
-    own: dict[str, Any] | None = getattr(value, "__dict__", None)
-    if own is not None and type(state) is tuple and len(state) == 2 and state[0] is own:
+    own = attributes_of(value)
+    if type(state) is tuple and len(state) == 2 and state[0] is own:
         state = {**own}, state[1]  # another one's ``__dict__`` is updated with it
     items = None if items is None else tuple(items)
     entries = None if pairs is None else sum(zip(*pairs, strict=True), ())  # keys, then items
@@ -255,7 +265,7 @@ def module_named(name: str) -> Any:
         return found
     try:
         return getattr(module_named(parent), last, None)
-    except ImportError:  # of a lazy module that lacks what it needs
+    except Exception:  # a lazy module lacks what it needs, and raises what it likes
         return None
 
 
@@ -332,7 +342,23 @@ _FAMILIES = (
 )
 
 
-@functools.cache
+def once_per_class(function: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
+    """Remember what a function returns of a class, as long as the class lives.
+
+    ``functools.cache`` would keep each class of the notebook alive that a cell has made anew.
+    """
+    known: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def remembered(cls: Any) -> _Answer:
+        if cls not in known:
+            known[cls] = function(cls)
+        return known[cls]
+
+    return remembered
+
+
+@once_per_class
 def _family(cls: Any) -> Any:
     return next((family for family in _FAMILIES if issubclass(cls, family.base)), None)
 
@@ -343,8 +369,9 @@ def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
     if family is None:
         return None
     own = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
-    if any(getattr(cls, name, None) is not getattr(family.base, name, None) for name in own):
-        return None
+    for name in own:
+        if attribute_of_class(cls, name) is not attribute_of_class(family.base, name):
+            return None
     members = ("default_factory",) if family.base is collections.defaultdict else ()
 
     def read(value: Any) -> Reading:
@@ -364,7 +391,7 @@ def _make(cls: Any, maxlen: Any) -> Any:
 
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
     set_insides(value, state[:2])
-    _family(type(value)).put(value, state[2])  # type: ignore[arg-type]
+    _family(type(value)).put(value, state[2])
 
 
 VIEWS = {

@@ -85,7 +85,6 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
     for cell in cells:
         if cell.run in _done:
             continue
-        _done.add(cell.run)
         linecache.cache[cell.file] = len(cell.text), None, cell.lines, cell.file
         try:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -95,6 +94,8 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
                 error.__traceback__ and error.__traceback__.tb_next
             )  # from the cell's line on
             raise _failed(cell, error) from error
+        # Only now: a rank that stays runs a cell again that failed, or was interrupted.
+        _done.add(cell.run)
 
 
 def _failed(cell: SetupCell, error: Exception) -> CaptureError:
