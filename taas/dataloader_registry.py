@@ -1,4 +1,4 @@
-"""``taas.register``, what is registered, and ``taas.resume``. Imports no torch: it belongs to the kernel."""
+"""``taas.register``, what is registered, and ``taas.resume``; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def unregister(loader: Any) -> None:
 
 
 def registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]:
-    """Return what is registered, in that order; names are those the loaders have in ``namespace`` now."""
+    """Return the registered loaders in order, named as ``namespace`` names them now."""
     named: list[Registration] = []
     taken = {entry.name for entry in _registry.values() if entry.name is not None}
     for number, (loader, given, *_) in enumerate(_registry.values()):
@@ -185,7 +185,7 @@ _START = Position(0, 0)
 
 
 class Resumed:
-    """Where the loaders of a cell begin; ``resumed[loader]`` (or ``resumed["name"]``) is a ``Position``.
+    """Where the loaders of a cell begin: ``resumed[loader]`` (or a name) is a ``Position``.
 
     A loader that is not delivered by data workers begins at its start: ``Position(0, 0)``.
     ``restart`` is how often this run was started again: 0 in its first start, in the notebook, and
@@ -206,7 +206,7 @@ class Resumed:
 
 
 def resume(**places: tuple[int, int]) -> Resumed:
-    """Let the registered loaders go on where the run's earlier start was lost; call it before the first loop.
+    """Let registered loaders go on where the last start was lost; call it before any loop.
 
     After a restart of the ranks (``--max-restarts``), each loader goes on at the lowest step that
     not every rank had completed. In a first start, and where a cell has no data workers, every

@@ -1,4 +1,4 @@
-"""Do something to a module, or around it, when, and only if, the program imports it; and what was imported, or edited."""
+"""Change modules when the program imports them; tell what was imported or edited."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _Unexecuted: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 
 
 def loaded(name: str) -> Any:
-    """Return a module that was imported and executed; None where there is none, or one that waits for its first use."""
+    """Return a module that was imported and executed; None for a lazy one, too."""
     module = sys.modules.get(name)
     return None if type(module) is _Unexecuted else module
 
 
 def attributes_of(module: Any) -> dict[str, Any]:
-    """Return what a module holds, as it is, past whatever its class does with attributes; empty for an object without any."""
+    """Return the ``__dict__`` of a module or object, past its class; empty without one."""
     try:
         found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:  # None, or what a program has put into sys.modules
@@ -43,7 +43,7 @@ def attributes_of(module: Any) -> dict[str, Any]:
 
 
 def attribute_of(name: str, attribute: str, default: Any = None) -> Any:
-    """Return what the module of a name holds under an attribute; the default where it is not imported, or holds no such."""
+    """Return an attribute of an imported module, else the default; nothing is set off."""
     return attributes_of(sys.modules.get(name)).get(attribute, default)
 
 
@@ -54,7 +54,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class _Changed(importlib.abc.Loader):
-    """Loads a module as its own loader does, then changes it, before anyone can take names from it."""
+    """Loads a module as its own loader does, and changes it before anybody uses it."""
 
     def __init__(
         self, native: importlib.abc.Loader, changes: Sequence[Change], arounds: Sequence[Around]
@@ -78,7 +78,7 @@ class _Changed(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules that have a change waiting, or are executed in a context, with the finders that come after it."""
+    """Finds modules that have a change or a context waiting, by the finders after it."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}
@@ -123,7 +123,7 @@ _finder = _Finder()
 
 
 def after_import(name: str, change: Change) -> None:
-    """Call ``change(module)`` right after a module is executed, before anyone takes names from it; or now if it has been."""
+    """Call ``change(module)`` right after a module is executed, or now if it has been."""
     module = sys.modules.get(name)
     if module is not None:  # a lazy one is executed by that: there is something to change
         change(module)
@@ -139,7 +139,7 @@ def around_import(names: Collection[str], around: Around) -> None:
 
 
 def around_imports_of_known(names: set[str], around: Around) -> None:
-    """Execute these modules, and no others of an earlier call, within ``with around():`` at their first import."""
+    """Execute the first import of these modules within ``around``, and of no earlier ones."""
     _finder.known, _finder.around_known = names, around
     _begin()
 
@@ -167,7 +167,7 @@ _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
 
 
 def may_be_of_project(name: str) -> bool:
-    """Tell whether an imported module may be one of a project: neither Python's nor an installed one."""
+    """Tell whether a module may be a project's: neither Python's nor installed."""
     file = attribute_of(name, "__file__") or ""
     return (
         file != ""
@@ -183,7 +183,9 @@ nanoseconds.
 
 
 def note_files(_result: object = None) -> None:
-    """Note as what the files of modules that were imported or reloaded since stand on disk: after each cell, and before.
+    """Note the times of the files of modules that were imported or reloaded since.
+
+    This is done before and after each cell.
 
     ``%autoreload`` may change a module's functions in place, and leaves its spec alone then.
     """
@@ -202,7 +204,7 @@ note.
 
 
 def _reloaded_by_itself() -> set[str]:
-    """Return the modules that ``%autoreload`` has reloaded since the last note; those that it failed at are not."""
+    """Return the modules that ``%autoreload`` has reloaded since the last note, if it could."""
     reloader = _autoreload()
     if reloader is None:
         return set()
@@ -238,7 +240,7 @@ def _changed_at(file: str | None) -> int:
 
 
 def absolute_import_path(text: str) -> str:
-    """Return a PYTHONPATH whose folders do not depend on the working directory; an empty one is that directory itself."""
+    """Return a PYTHONPATH of absolute folders; an empty entry is the working directory."""
     folders = text.split(os.pathsep)
     if all(map(os.path.isabs, folders)):
         return text
@@ -256,7 +258,7 @@ _FOLDERS = (
 
 
 def keep_paths() -> None:
-    """Let this process, and its children, find in another working directory what variables name from this one."""
+    """Make variables that name relative paths absolute, for another working directory."""
     if text := os.environ.get("PYTHONPATH"):
         os.environ["PYTHONPATH"] = absolute_import_path(text)
     for name in _FOLDERS:

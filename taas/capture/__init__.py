@@ -4,9 +4,9 @@ In the notebook's kernel::
 
     check_syntax(body, shell)
     with capture(body, shell.user_ns, shell, project=project) as captured:
-        ...                                  # captured.fd to the ranks, captured.notices to the user
+        ...                                  # captured.fd to the ranks, its notices to the user
         applied = captured.apply(answer_fd)  # in place changes, rebound names
-        kept = captured.kept()               # where the ranks stay: for the next ``capture(…, kept=kept)``
+        kept = captured.kept()               # if the ranks stay: for ``capture(…, kept=kept)``
 
 In a rank::
 
@@ -14,7 +14,7 @@ In a rank::
     arrival = arrive(fd, namespace, device="cuda:0")
     arrival.dress(shell)
     ...                                      # run the cell
-    wait_for_devices()                       # in every rank that has one: what failed late is the cell's error
+    wait_for_devices()                       # a late error of the GPU is the cell's
     answer_fd = arrival.pack_answer(namespace, value)
     ...                                      # the next cell: ``arrive(…, before=arrival)``
 """
@@ -28,6 +28,7 @@ from taas.capture.payload import PayloadHeader, check_versions, peek
 from taas.capture.process_bound import Place
 
 __all__ = [
-    "NOTHING", "Applied", "Arrival", "Capture", "Kept", "PayloadHeader", "Place", "arrive", "capture", "check_syntax", "check_versions",
-    "peek", "python_of", "rebind_answer", "wait_for_devices",
+    "NOTHING", "Applied", "Arrival", "Capture", "Kept", "PayloadHeader", "Place", "arrive",
+    "capture", "check_syntax", "check_versions", "peek", "python_of", "rebind_answer",
+    "wait_for_devices",
 ]  # fmt: skip

@@ -64,7 +64,7 @@ def apply_answer(
     known: dict[int, Stretch],
     loaded: Mapping[str, Any] | None = None,
 ) -> Applied:
-    """Build what an answer brings, and then change objects in place; ``heap`` knows afterwards what came.
+    """Apply an answer: build new objects, change known ones in place; ``heap`` learns what came.
 
     ``loaded`` are the specs of the project's modules when names travelled; None: names only are
     brought. New names are bound as they come, for methods that rebuild others.
@@ -99,7 +99,10 @@ class _Incoming:
         return self._contents["imported"]  # type: ignore[no-any-return]
 
     def set_apart(self, loaded: Mapping[str, Any] | None) -> None:
-        """Leave modules as they are that were edited or reloaded here while the cell ran; say so. With None, all is left but names."""
+        """Leave alone the modules that were edited or reloaded here while the cell ran, and say so.
+
+        With ``loaded`` None, only names are brought, and nothing else is touched.
+        """
         contents = self._contents
         if loaded is None:
             contents |= {"reloaded": [], "process state": None}
@@ -200,7 +203,7 @@ class _Incoming:
         return applied
 
     def _settle(self, changed: list[int]) -> None:
-        """Let what has come find out which process this is; remember what was rank 0's, or had a wrapper."""
+        """Settle new objects here; remember which of them were rank 0's share, or had a wrapper."""
         made, contents, lost = self._made, self._contents, self._builder.lost
         new = [made[n] for n in (*contents["states"], *changed) if n in made and n not in lost]
         try:
@@ -220,7 +223,7 @@ class _Incoming:
         remember_unwrapped(found, named)
 
     def _held_back(self) -> set[int]:
-        """Return the numbers of what stays as it was, since a part of it cannot be rebuilt here, and say so."""
+        """Return the objects that stay as they were, as a part of them cannot be built; say so."""
         lost = self._builder.lost
         changed = self._contents["changed"].items()
         parts = {n: [c for c in state[2] if c in lost] for n, (state, _) in changed}
@@ -267,7 +270,7 @@ class _Incoming:
             )
 
     def _learn(self, changed: list[int]) -> None:
-        """Take over the numbers of what came, read it again, and say of what is not what rank 0 had.
+        """Learn the numbers of what came, read it again, and name what differs from rank 0's.
 
         Memory is compared by where it is, not by what is in it; what a protocol does not tell of an
         object cannot be compared.
@@ -305,7 +308,10 @@ class _Incoming:
 
 
 def _in_few_lines(lost: Iterable[Lost], sharded: Collection[str]) -> list[str]:
-    """Say once of names that ranks have shards of that they have: whatever parts of them could not come, it is for that."""
+    """Return the lines for what is lost; names of which ranks have shards share one line.
+
+    Whatever part of such a name could not come, the shards are the reason.
+    """
     shards: dict[str, None] = {}
     others: list[str] = []
     for one in lost:

@@ -1,4 +1,7 @@
-"""A rank's side: names out of a payload (:class:`Arrival`), and what the cell changed into the answer (:class:`CellChanges`)."""
+"""Unpack names in a rank (:class:`Arrival`), and pack what its cell changed.
+
+The second is :class:`CellChanges`, which makes the answer.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,10 @@ class Arrival:
         return self.contents["left behind"]  # type: ignore[no-any-return]
 
     def run_setup_cells(self) -> None:
-        """Run the notebook's setup cells that this process has not run; raises :class:`CaptureError` where one fails."""
+        """Run the setup cells that are new to this process.
+
+        Raises :class:`CaptureError` where one fails.
+        """
         cells = [SetupCell._make(cell) for cell in self.contents["setup"]]
         before = {**self._namespace} if cells else self._namespace
         run_setup_cells(cells, self._namespace, self.contents["future"])
@@ -118,7 +124,7 @@ class Arrival:
         self._of_setup.update(bound)
 
     def is_of_setup(self, name: str, value: Any) -> bool:
-        """Tell whether a name has what a setup cell bound to it in this process, of which the notebook has another."""
+        """Tell whether a setup cell bound this value here; the notebook has another one."""
         return self._of_setup.get(name, self) is value
 
     def load(self, *, for_data: bool = False) -> Builder:
@@ -167,7 +173,10 @@ class Arrival:
             ) from error
 
     def dress(self, shell: InteractiveShell) -> None:
-        """Tell a rank's shell the numbers of earlier cells, for tracebacks, and what they imported from the future."""
+        """Give a rank's shell the numbers of earlier cells and their ``__future__`` imports.
+
+        Tracebacks show the numbers.
+        """
         contents = self.contents
         shell.compile.flags |= contents["future"]
         self.cell_numbers = cell_numbers(shell)
@@ -194,7 +203,9 @@ class Arrival:
     def pack_answer(
         self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True
     ) -> int:
-        """Write what the cell changed into a sealed memfd, which the caller owns; a rank with a GPU has waited for it before.
+        """Write what the cell changed into a sealed memfd, which the caller owns.
+
+        A rank with a GPU has waited for it before.
 
         ``value`` is that of the last expression. Unless it is the ``last``, another answer follows
         that counts in its place.
@@ -203,7 +214,10 @@ class Arrival:
             return CellChanges(self, namespace, value).write(last=last)
 
     def patches(self, reached: set[int] | None) -> Iterator[tuple[int, int, memoryview]]:
-        """Yield region, start and bytes of what changed of the memory that the notebook knows; of some objects, or (None) all."""
+        """Yield region, start and bytes of each changed part of the notebook's memory.
+
+        ``reached`` are the objects whose memory is asked for; None means all.
+        """
         asked = {*self.memory.stretches}
         if reached is not None:
             asked &= self.memory.regions_of(self.heap.memories_among(reached).values())
@@ -237,7 +251,7 @@ was there.
 
 
 class CellChanges:
-    """What a cell changed, an answer in the making: the table as it is after the cell, compared with what it was before."""
+    """Compares the heap after a cell with the heap before it, and writes the answer."""
 
     def __init__(self, arrival: Arrival, namespace: dict[str, Any], value: Any) -> None:
         self._arrival, self._namespace, self._value = arrival, namespace, value
@@ -282,7 +296,9 @@ class CellChanges:
         return [Lost(key, why) for key, value in keys if before.get(key, self) is not value]
 
     def write(self, *, last: bool) -> int:
-        """Write what changed into a sealed memfd; return its descriptor. Another may follow one that is not the ``last``.
+        """Write what changed into a sealed memfd; return its descriptor.
+
+        Unless it is the ``last``, another answer follows that counts in its place.
 
         Where there is no room for all of it, what is largest stays behind, and is named.
         """
@@ -336,7 +352,7 @@ class CellChanges:
         return fd
 
     def _patches(self, wanted: set[int] | None) -> list[tuple[int, int, memoryview]]:
-        """Return what changed of the memory that the notebook knows, but for what stays as it was."""
+        """Return the changed parts of the notebook's memory, but for objects that are held back."""
         heap, arrival = self._heap, self._arrival
         as_before = heap.only_among(self._held_back, heap.before)
         kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
@@ -356,7 +372,7 @@ class CellChanges:
         self._held_back = self._without_refused()
 
     def _parts(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return what is written, in parts that can stay behind: the bytes of each, and whose they are."""
+        """Return the parts of the answer that can stay behind: their bytes, and their objects."""
         heap, memory = self._heap, self._arrival.memory
         changed = [n for n in self._changed if n not in self._held_back]
         roots = [*self._bound().values(), *self._places.values(), *changed]
@@ -376,7 +392,7 @@ class CellChanges:
         return [(nbytes, numbers) for nbytes, numbers in parts if nbytes >= _SMALL and numbers]
 
     def _bound(self) -> dict[str, int]:
-        """The names that the notebook binds anew: what was rebound or made anew, of what is returned."""
+        """Return the names that the notebook binds anew: rebound, or bound to what is made anew."""
         made = {*self._anew.values()}
         bound = {
             name: n
@@ -460,7 +476,10 @@ class CellChanges:
         return changes
 
     def _tell_left_out(self) -> None:
-        """Say what cannot travel of modules, loggers and formatters, where the notebook has another one."""
+        """Report the parts of modules, loggers and formatters that cannot come back.
+
+        A part that is the same one as before the cell is not reported, as the notebook has it.
+        """
         heap, before = self._heap, self._arrival.left_before
         for path, one in heap.left.items():
             was, inside = before.get(path), heap.reached([heap.number[id(one.part)]])
@@ -475,7 +494,7 @@ class CellChanges:
             )
 
     def _tell_parted(self) -> None:
-        """Say what stays with this process of what comes back; not again of what was there in the cell before (``--keep``)."""
+        """Report the attributes that stay with this process, each once in all ``--keep`` cells."""
         heap, new = self._heap, []
         roots = [*self._roots.values(), *self._places.values(), *self._changed]
         comes = heap.reached(roots, self._held_back)
@@ -507,7 +526,7 @@ class CellChanges:
                 self._changed[n] = differ
 
     def _number_roots(self) -> None:
-        """Number what names are bound to, the last value under an empty name, and what else holds something of the notebook."""
+        """Number all roots: names, the cell's last value (under an empty name), and places."""
         arrival, heap = self._arrival, self._heap
         found = {}
         for name, item in self._visible.items():
@@ -526,7 +545,7 @@ class CellChanges:
         return [name for name, n in (self._roots | self._places).items() if n in numbers]
 
     def _number_anew(self) -> None:
-        """Give what cannot change in place a new number, and what holds it new contents, or a new number as well."""
+        """Renumber what cannot change in place; its holders get new contents or numbers, too."""
         heap, again = self._heap, bool(self._anew)
         for n in self._anew:
             self._anew[n] = heap.renumber(n)
@@ -551,7 +570,10 @@ class CellChanges:
             numbers |= {name: self._anew[n] for name, n in numbers.items() if n in self._anew}
 
     def _without_refused(self) -> set[int]:
-        """Leave out names and places of which a part cannot travel, and say so; return what stays as it was with them."""
+        """Drop names and places with a part that cannot travel; return what is held back.
+
+        Each of them is named to the user.
+        """
         heap, known, roots = self._heap, self._known, self._roots | self._places
         new = heap.holding(heap.failed, range(known, len(heap.objects))) if heap.failed else set()
         refused = {
@@ -597,7 +619,7 @@ def arrive(
     before: Arrival | None = None,
     place: Place | None = None,
 ) -> Arrival:
-    """Unpack a payload in a rank. One whose names will be sent back has to be marked before the cell runs.
+    """Unpack a payload in a rank; mark the arrival before a cell whose names will be sent back.
 
     CUDA tensors land on ``device``; ``cuda``: where they were; None: in host memory. ``before``, of
     this process' last cell, is closed. ``place`` is which rank this is. Raises
@@ -625,7 +647,7 @@ def _load_with_state(arrival: Arrival, project: Path | None, *, for_data: bool =
 
 
 def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) -> None:
-    """Let what has come find out which process this is; before random states are put, as it may draw."""
+    """Settle new objects in this process, before random states are set, as this may draw."""
     new = [builder.made[n] for n in builder.states if n in builder.made and n not in builder.lost]
     shares = [
         builder.made[n]
@@ -649,7 +671,7 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
 
 
 def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
-    """Unpack a payload where nothing is sent back and no GPU is: what cannot be rebuilt there is left out.
+    """Unpack a payload in a data process: no GPU, no answer, and what fails is left out.
 
     Returns the objects of a ``kind``, in the order in which they were captured. Raises
     :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where one of these

@@ -1,4 +1,6 @@
-"""Objects out of flat states: each is made by its arguments first, and filled then, children before whoever reads them.
+"""Build objects from flat states: make each one, then fill it, children before their holders.
+
+The arguments that an object is made with are built before it.
 
 In a cycle an object is filled as soon as all its children are made. Objects that are there already
 are filled only: that is how a notebook's object changes in place.
@@ -28,7 +30,7 @@ _BOXES: dict[str, Callable[[], Any]] = {
 
 
 class Loss(NamedTuple):
-    """An object that could not be rebuilt: its number, what it is called in what holds it, and why."""
+    """An object that could not be rebuilt."""
 
     number: int
     what: str
@@ -36,7 +38,10 @@ class Loss(NamedTuple):
 
 
 class Builder:
-    """Makes and fills the objects of a table, into ``made``: those that are here already, by number; None for what could not be.
+    """Makes and fills the objects of a table, and puts them into ``made`` by number.
+
+    Objects that are here already are in ``made`` from the beginning; None stands there for an
+    object that could not be made.
 
     With ``tolerant``, what fails costs itself and what needs it, and is noted in ``lost``.
     """
@@ -58,7 +63,10 @@ class Builder:
         self._late: list[int] = []
 
     def build(self, root: int) -> Any:
-        """Make and fill an object with all that is in it; unless tolerant, raises whatever its own protocol raises."""
+        """Build an object with all that is in it.
+
+        Unless tolerant, this raises what a protocol of its class raises.
+        """
         states, begun, made = self.states, self._begun, self.made
         complete, make, fill_late = self._complete, self._make, self._fill
         stack = [(root, complete)]
@@ -123,7 +131,10 @@ class Builder:
         self.lost[n], self.made[n] = because, None
 
     def _abandon(self, *numbers: int) -> None:
-        """Let objects that were made, and will not be filled, end in silence: the ``__del__`` of a class needs what they lack."""
+        """Change the class of objects that will never be filled, so that they end in silence.
+
+        The ``__del__`` of their own class would need what they lack.
+        """
         for n in numbers:
             value = self.made.get(n)
             if hasattr(type(value), "__del__"):
@@ -160,7 +171,9 @@ class Abandoned:
 def change(
     value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool
 ) -> None:
-    """Make an object that was ``before`` what a state says; ``arguments_differ``: as if made with others.
+    """Change an object in place, from the state ``before`` to ``state``.
+
+    ``arguments_differ``: the new state is that of an object made with other arguments.
 
     One of which all that is told are attributes of it keeps those that are not told: a lock that
     its protocol leaves out.
@@ -189,7 +202,10 @@ def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
 
 
 def _filled(values: Any, rest: Iterator[Any]) -> Any:
-    """Return items with the next of the children for each ``...``, and with what has no number made."""
+    """Return a blob's items with each ``...`` replaced by the next child.
+
+    Inline objects are made.
+    """
     if type(values) is list:
         return values
     return [next(rest) if v is ... else _inner(v, rest) if type(v) is tuple else v for v in values]
@@ -225,7 +241,7 @@ def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
 def _fill_again(
     value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False
 ) -> None:
-    """Fill an object that has been made; ``arguments_differ``: after it was made what others make."""
+    """Fill an object that exists; first change what it is made of if ``arguments_differ``."""
     setter, made_of = None, int(kind == "object")
     if made_of and type(value) is not children[0]:
         turn_into(value, make_plain, children[0])

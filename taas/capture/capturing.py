@@ -82,7 +82,9 @@ _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.al
 
 
 class Capture:
-    """The names that a cell needs, but for those that are held. A context manager; closing it closes the memfd.
+    """The captured names of one cell. A context manager; closing it closes the memfd.
+
+    Names that the ranks still hold are not in it.
 
     Raises :class:`CaptureError` where a surely needed name cannot be pickled.
     """
@@ -153,7 +155,10 @@ class Capture:
         return tuple(self._roots)
 
     def apply(self, answer_fd: int) -> Applied:
-        """Do to the notebook what the cell did to rank 0: objects in place, names rebound. The descriptor stays open."""
+        """Do to the notebook what the cell did to rank 0; the descriptor stays open.
+
+        Objects change in place, names are rebound.
+        """
         set_apart(self._edited)
         self._applied = apply_answer(
             answer_fd, self._namespace, self.heap, self._memory, self._loaded
@@ -164,7 +169,7 @@ class Capture:
         return self._applied
 
     def kept(self) -> Kept:
-        """Return what the ranks hold after the cell, if they stay: for the next capture, once the answer is applied."""
+        """Return what ranks that stay hold, for the next capture. Call it after :meth:`apply`."""
         namespace, project, held, applied = (
             self._namespace,
             self._project,
@@ -182,7 +187,7 @@ class Capture:
             return Kept(namespace, project, names, own, places, self.heap, applied, held.kept)
 
     def _pack(self, places: dict[str, Any], *, for_data: bool) -> None:
-        """Describe the names, with those that their functions turn out to use, and those of their classes."""
+        """Describe the names, and the names that functions and classes in their values use."""
         left_out.clear()
         tell_again(but=self._held.objects)
         needs, namespace = self._needs, self._namespace
@@ -237,7 +242,9 @@ class Capture:
         return names_used_by([self.heap.objects[n] for n in inside], self._namespace)
 
     def _pack_for_data(self) -> None:
-        """Describe what the delivered loaders' code uses beside: data processes do not run the cell.
+        """Describe the names that the code of delivered loaders uses, for data processes.
+
+        Data processes do not run the cell.
 
         A name that the cell binds before it is read does not travel to the ranks. A data process
         needs it all the same, and has it as the notebook has it now.
@@ -265,7 +272,7 @@ class Capture:
         self._note_bound_by_cell(found)
 
     def _add_for_data(self, name: str) -> int | None:
-        """Describe a name for data processes; return the number of its value, None where it stays behind."""
+        """Describe a name for data processes; return its number, or None if it stays behind."""
         if name not in self._roots and name not in self.left_behind:
             value = self._namespace[name]
             error = self._add(name, value, self._only_for_data)
@@ -274,7 +281,9 @@ class Capture:
         return self._roots.get(name, self._only_for_data.get(name))
 
     def _note_bound_by_cell(self, used: list[int]) -> None:
-        """Note which names the loaders' code reads and the cell binds; a module that it imports again is the same one.
+        """Note the names that the loaders' code reads and the cell binds, except modules.
+
+        A module that the cell imports again is the same one.
 
         ``used`` are the numbers of the loaders, and of what their code uses. Words of texts do not
         count here: each of them may be a name, but seldom is one.
@@ -296,7 +305,7 @@ class Capture:
         self._missing_for_data = sorted(name for name in missing if not hasattr(builtins, name))
 
     def _add_places(self, places: dict[str, Any]) -> None:
-        """Describe what holds something of the notebook: of the project's modules, those that something is found in."""
+        """Describe the holders of data: loggers, formatters, and modules of the project in use."""
         held = self._held
         while new := {
             name: value
@@ -382,7 +391,10 @@ class Capture:
         return any(True for _ in shares_among(objects[n] for n in self.heap.reached([root])))
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
-        """Write them into a file, with what the ranks have to know beside them; raises :class:`CaptureError` without memory for it."""
+        """Write the names, and what ranks need beside them, into a sealed memfd.
+
+        Raises :class:`CaptureError` where there is no memory for it.
+        """
         check_room(self._sizes)
         heap, reader = self.heap, self.heap.reader
         files, setup = cell_numbers(shell), setup_cells()
@@ -584,7 +596,7 @@ def _codes_of_module(name: str) -> list[types.CodeType]:
 
 
 def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[str]) -> None:
-    """Refuse ``--return`` with a name that cannot come back: the notebook has none such, and the cell makes none."""
+    """Refuse a ``--return`` name that neither the notebook has nor the cell makes."""
     unknown = [name for name in returned if name not in namespace]
     if needs.binds is None or not unknown:
         return
@@ -601,7 +613,10 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
 
 
 def _wait_for_devices() -> None:
-    """Let what earlier cells asked of the GPU be done before memory is read; where it failed, nothing there can be trusted."""
+    """Wait for the GPU work of earlier cells, before memory is read.
+
+    If some of it failed, nothing there can be trusted: raise :class:`CaptureError`.
+    """
     try:
         wait_for_devices()
     except RuntimeError as error:
@@ -625,7 +640,7 @@ _UNSURE = object()
 
 
 class Kept:
-    """What ranks hold after a cell: ``names`` and other ``places``, with what the notebook has there.
+    """What the ranks hold after a cell: the names, places, and the notebook's objects for them.
 
     ``own`` are names under which the ranks have something else: what could not come back.
     """
@@ -688,7 +703,7 @@ class Kept:
         return found
 
     def roots(self) -> list[tuple[str, int]]:
-        """Return the names, and places, of what travelled to the ranks or came from there, with its numbers."""
+        """Return the names and places that have a number: those that travelled there or back."""
         number = self.heap.number
         return [
             (name, number[id(value)]) for name, value in self.all.items() if id(value) in number
@@ -696,7 +711,9 @@ class Kept:
 
 
 class Held:
-    """Which names of the ranks hold still, and places, for one cell: the notebook has neither rebound them nor changed what is in them.
+    """The names and places of the ranks that still hold for one cell.
+
+    One holds if the notebook has neither rebound it nor changed what is in it.
 
     A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. Nor
     does what is to travel ``anew``.
@@ -799,7 +816,7 @@ class Held:
         return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
 
     def told(self, sent: Collection[str]) -> dict[str, Any]:
-        """Return what the ranks are told of it: what holds, and what they delete, as it is not what the notebook has.
+        """Return what the ranks are told: what holds, and which names they delete.
 
         Where the notebook does not know what they hold, they delete all names: after an interrupt
         while a cell was captured, or while what came back was unpacked.

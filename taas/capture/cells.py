@@ -1,4 +1,4 @@
-"""Cells before they run: their syntax, which names are IPython's, and what ranks' shells have of the notebook's."""
+"""Cells before they run: their Python, the names that are IPython's, and a rank's shell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _BY_IPYTHON = re.compile(r"In|Out|_[iod]h|_{1,3}|_i{1,3}|_i?\d+|exit|quit|open|get_ipython")
 """Names that IPython binds, and binds anew."""
 _MODULE = {
-    "__name__", "__package__", "__loader__", "__spec__", "__builtins__", "__builtin__", "__cached__", "__warningregistry__",
+    "__name__", "__package__", "__loader__", "__spec__", "__builtins__", "__builtin__",
+    "__cached__", "__warningregistry__",
 }  # fmt: skip
 _DOC = "Automatically created module for"
 """How the docstring begins that IPython gives to the notebook's namespace."""
@@ -73,7 +74,10 @@ def _leading_blank(text: str) -> int:
 
 
 def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> None:
-    """Compile a cell, of ``In[number]`` or the next, as IPython would; so :class:`SyntaxError` shows before anything starts."""
+    """Compile a cell as IPython would, so that :class:`SyntaxError` shows before anything starts.
+
+    It is the cell ``In[number]``, or the next one.
+    """
     source = python_of(cell)
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     if shell is None:
@@ -91,7 +95,7 @@ def _current_shell() -> Any:
 
 
 def is_of_ipython(name: str, value: Any) -> bool:
-    """Tell whether a name holds what IPython or Python bound to it. One that the user has bound anew is the user's."""
+    """Tell whether IPython or Python bound this value; what the user bound anew is the user's."""
     if name in _MODULE:
         return True
     if name == "__doc__":
@@ -110,7 +114,7 @@ def is_of_ipython(name: str, value: Any) -> bool:
 
 
 def _bound_by(shell: Any, name: str) -> Any:
-    """Return what a shell has bound to a name of its history, or ``exit``; an own object where it has not."""
+    """Return what a shell has bound to a name of its history, or to ``exit``; else a marker."""
     history = shell.history_manager
     if name in ("exit", "quit"):
         return shell.exiter
@@ -148,7 +152,7 @@ def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what a namespace holds under keys that are no names (``globals()[5]``), by how they are written."""
+    """Return the values under keys that are no names (``globals()[5]``), as these are written."""
     return {
         f"globals()[{shown(repr(key))}]": value
         for key, value in namespace.items()
@@ -162,7 +166,7 @@ def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
 def values_of_cells(
     words: Collection[str], namespace: dict[str, Any]
 ) -> tuple[set[str], dict[str, Any]]:
-    """Return which names of earlier cells' values a cell needs, and values that have no name, as ``Out[5]``.
+    """Return the names of earlier cells' values that a cell needs, and values without a name.
 
     Where it reads ``Out``, all are needed. One that has no name is of a cell whose ``_5`` the user
     has bound anew.
@@ -180,7 +184,10 @@ def values_of_cells(
 def magics_used(
     words: Iterable[str], shell: InteractiveShell | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return of the magics among a cell's words the notebook's functions, as ``%line name``, and the extensions of others."""
+    """Return the notebook's own magics that a cell uses, and the extensions that define others.
+
+    The former are functions, by ``%line name``.
+    """
     if shell is None:
         return {}, []
     magics = shell.magics_manager.magics.items()
@@ -195,13 +202,16 @@ def magics_used(
 
 
 def typed_cells() -> list[str]:
-    """Return the notebook's cells so far as Python, the running one last; ``In`` may be the user's own by now."""
+    """Return the cells so far as Python, the running one last; ``In`` may be the user's by now."""
     shell = _current_shell()
     return [] if shell is None else shell.history_manager.input_hist_parsed
 
 
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
-    """Return what was typed in earlier cells, ``In``, and which names of their values (``_``, ``_5``) are the shell's own."""
+    """Return the notebook's history: ``In``, the text as typed, and the shell's own value names.
+
+    Names of values are ``_`` and ``_5``.
+    """
     if shell is None:
         return {}
     history = shell.history_manager
@@ -220,7 +230,7 @@ def _is_of_value(key: Any) -> bool:
 
 
 def cell_numbers(shell: InteractiveShell | None) -> dict[str, int]:
-    """Return ``In[n]`` of a shell's cells by file, which tracebacks show; IPython 7 has no numbers there."""
+    """Return a shell's ``In[n]`` by file, as tracebacks show them; IPython 7 has none."""
     numbers: dict[str, int] = (
         {} if shell is None else vars(shell.compile).setdefault("_filename_map", {})
     )
@@ -235,7 +245,7 @@ def dress(
     beside: dict[str, Any],
     own: Collection[str],
 ) -> None:
-    """Give a rank's shell what the notebook's has; names of IPython's that are the notebook's ``own`` keep their values."""
+    """Give a rank's shell the notebook's history and magics; ``own`` names keep their values."""
     for name in extensions:
         with contextlib.suppress(
             ImportError
@@ -269,7 +279,7 @@ def dress(
 
 
 def modules_used(packages: Container[str]) -> list[str]:
-    """Return the modules of some packages that earlier cells imported, to be imported before names are rebuilt.
+    """Return the modules of some packages that earlier cells imported, to import them here first.
 
     ``concurrent.futures`` is an attribute of ``concurrent`` then, and importing one may have
     changed its package's classes (``import fastai.distributed`` gives learners methods).
@@ -279,7 +289,7 @@ def modules_used(packages: Container[str]) -> list[str]:
 
 
 def imported_by(cell: str) -> Iterator[str]:
-    """Yield the modules below others that a cell imports: the notebook's packages get them as attributes, too."""
+    """Yield the submodules that a cell imports; the notebook's packages get them as attributes."""
     for node in ast.walk(ast.parse(python_of(cell))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if "." in alias.name)

@@ -1,4 +1,6 @@
-"""Functions and classes of the notebook, by value: the one place that uses cloudpickle's private parts.
+"""Read functions and classes of the notebook by value, as cloudpickle does.
+
+Only this module uses cloudpickle's private parts.
 
 Other than with cloudpickle
 
@@ -38,7 +40,8 @@ TESTED_CLOUDPICKLE = "3.1"
 _LAZY_ANNOTATIONS = sys.version_info >= (3, 14)
 _NOTHING = object()
 _PYTHONS_OWN = {
-    "__dict__", "__weakref__", "__module__", "__slots__", "__slotnames__", "_abc_impl", "__classdictcell__",
+    "__dict__", "__weakref__", "__module__", "__slots__", "__slotnames__", "_abc_impl",
+    "__classdictcell__",
 }  # fmt: skip
 _ANNOTATE = "__annotate_func__"
 """What makes a class's annotations, from Python 3.14 on; None once somebody has asked a class
@@ -50,7 +53,7 @@ _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.W
 
 
 def dispatch_table() -> dict[type, Any]:
-    """Return cloudpickle's table of reducers as one plain dict (its ChainMap costs 1 µs per object).
+    """Return cloudpickle's table of reducers as one dict (its ChainMap costs 1 µs per object).
 
     It makes bytes of a memoryview, which look into nothing; for pickle there are none, and so for
     us.
@@ -82,7 +85,10 @@ def words_in(code: types.CodeType) -> set[str]:
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names which ``code``, or code in it, reads, binds or deletes in its globals (or a class's body)."""
+    """Return the global names that code, and code in it, reads, binds or deletes.
+
+    Of the body of a class these are also its own names.
+    """
     known = _names_of.get(code)
     if known is None:
         own = frozenset(_names_in(code) - _IN_EVERY_CLASS)
@@ -91,7 +97,10 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 
 
 def names_of(code: types.FunctionType | type) -> set[str]:
-    """Return the names that a function uses, and the one that pickle finds it, or a class, by, unless it was made in a function."""
+    """Return the global names that a function uses, and the name by which pickle finds it.
+
+    What was made in a function has no such name.
+    """
     used = global_names(code.__code__) if isinstance(code, types.FunctionType) else ()
     outermost, *inner = code.__qualname__.split(".")
     return {*used} if "<locals>" in inner else {*used, outermost}
@@ -111,7 +120,7 @@ def _dict_of(cls: type) -> dict[str, Any]:
 
 
 def _class_with(attributes: Any) -> type | None:
-    """Return the class that has its attributes in this very dict: what makes annotations looks names up there."""
+    """Return the class whose attribute dict this is, if any: annotations look names up in it."""
     if type(attributes) is not dict or "__module__" not in attributes:
         return None
     own = (one.__objclass__ for one in attributes.values() if isinstance(one, _DESCRIPTORS))
@@ -157,7 +166,8 @@ _OF_FUNCTIONS = (
 def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Reading:
     """Read a function whose globals are ``namespace``, which the receiver knows as its own."""
     arguments = (function.__code__, namespace, function.__closure__)
-    made_when_asked = _LAZY_ANNOTATIONS and function.__annotate__ is not None  # type: ignore[attr-defined]
+    annotate = getattr(function, "__annotate__", None)
+    made_when_asked = _LAZY_ANNOTATIONS and annotate is not None
     annotations = "__annotate__" if made_when_asked else "__annotations__"
     insides = read_insides(function, *_OF_FUNCTIONS, annotations)
     return Reading(_make_function, arguments, set_insides, insides, _change_code)
@@ -169,7 +179,10 @@ def goes_by_name(function: types.FunctionType) -> bool:
 
 
 def read_of_module(function: types.FunctionType) -> Reading | None:
-    """Read a function that a module's code has made, as a wrapper; None if it goes by name, or its module cannot be imported there."""
+    """Read a function that code of a module has made, such as a wrapper.
+
+    Return None if it goes by name, or if its module cannot be imported where it arrives.
+    """
     name = function.__globals__["__name__"]
     there = attributes_of(sys.modules.get(name))
     is_importable = there.get("__spec__") is not None
@@ -206,7 +219,7 @@ def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
 
 
 def _is_made_by_python(cls: type, name: str) -> bool:
-    """Tell whether Python made an attribute of a class, and makes it where the class is made anew."""
+    """Tell whether Python makes an attribute by itself wherever the class is made."""
     value = vars(cls)[name]
     return (
         name in _PYTHONS_OWN
@@ -216,7 +229,7 @@ def _is_made_by_python(cls: type, name: str) -> bool:
 
 
 def read_class(cls: type) -> Reading | None:
-    """Read a class as cloudpickle does, with all its attributes as its state; None for one that goes by reference."""
+    """Read a class with all its attributes as its state; None for one that goes by reference."""
     if isinstance(cls.__module__, str) and cls.__module__ not in sys.modules:
         import_or_stand_in(
             cls.__module__

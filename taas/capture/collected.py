@@ -1,4 +1,6 @@
-"""Values of each rank for ``taas.collected``: copies, by plain pickle, of the names that ``--collect`` asked for.
+"""Copies of each rank's values for ``taas.collected``, as ``--collect`` asked for them.
+
+They are plain pickles.
 
 Classes and functions go by name, so that what comes is of the notebook's own classes; tensors go as
 copies in host memory, detached from how they were computed.

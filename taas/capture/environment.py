@@ -1,4 +1,4 @@
-"""Environment variables: those that cells change travel; what a process says of itself in them stays with it.
+"""Environment variables: those that cells change travel, those about a process stay with it.
 
 Three kinds stay. What describes a rank, as torchrun's variables do. What a library writes into the
 environment of the process it is used in, with no wish of the user's behind it (a compiler's default
@@ -52,7 +52,7 @@ def inherited_variables() -> dict[str, str]:
 
 
 def changed_variables() -> tuple[str, ...]:
-    """Return the names of environment variables that this process has set, changed or removed since it began."""
+    """Return the variables that this process has set, changed or removed since it began."""
     inherited = inherited_variables()
     names = inherited.keys() | os.environ.keys()
     return tuple(sorted(name for name in names if inherited.get(name) != os.environ.get(name)))
@@ -78,12 +78,12 @@ def sendable_variables() -> tuple[dict[str, str], list[str]]:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text of the system's is what it should be; bytes that are not come as lone surrogates."""
+    """Tell whether a text of the system's is UTF-8; other bytes come as lone surrogates."""
     return text.encode(errors="ignore").decode() == text
 
 
 def is_a_ranks_own(name: str, value: str) -> bool:
-    """Tell whether a variable describes a rank, or is a library's note to its own process, and so never travels."""
+    """Tell whether a variable is about a rank, or a library's note to its process: it stays."""
     describes = name in _A_RANKS_OWN or name.startswith(_A_RANKS_OWN_PREFIXES)
     return describes or _is_of_library(name, value)
 
@@ -103,7 +103,7 @@ def file_time() -> int:
 
 
 def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
-    """Take out of changed variables those that name this process, a child, or a socket; return why, for the user.
+    """Remove the variables that name this process, a child or a socket; return the reasons.
 
     A socket counts that was made ``since`` then (:func:`file_time`), by this process or for it, or
     that nobody serves.

@@ -52,7 +52,8 @@ _LARGE = 8
 _DEEPEST = 64
 _HELD = (
     ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
-    ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
+    ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"),
+    ("sys", "stderr"), ("traitlets", "All"),
 )  # fmt: skip
 """What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a
 namespace), by its name in a module.
@@ -66,7 +67,10 @@ _count = sys.getrefcount
 
 
 def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
-    """Pair objects with their reference counts; what nobody holds but a copy of its container's items counts ``_ALONE``."""
+    """Pair objects with their reference counts.
+
+    An object that only its container and the copy of the container's items hold has ``_ALONE``.
+    """
     return zip(values, map(_count, values), strict=True)
 
 
@@ -104,7 +108,7 @@ def _is_alone_inside(box: Any) -> bool:
 
 
 def _counts_tell() -> bool:
-    """Check, on containers whose holders are known, that reference counts tell what only its parent holds."""
+    """Check on known containers that reference counts tell what only the parent holds."""
     makers: list[Callable[[], Any]] = [
         lambda: [[n] for n in range(2)],
         lambda: [0, [1], {2: 2}],
@@ -145,7 +149,7 @@ class LeftOut(NamedTuple):
 
 
 class LeftAttribute(NamedTuple):
-    """An attribute that belongs to its process: the way to it, its name, and what it holds; and the object that has it."""
+    """An attribute that stays with its process: its path, name, kind, object and value."""
 
     path: str
     attribute: str
@@ -155,7 +159,10 @@ class LeftAttribute(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """What does not come back: what it is called, and why, unless that says it. ``name``: of which name it is a part, if of one."""
+    """A part that does not come back: what it is, why, and the name that it is a part of.
+
+    ``why`` is empty where ``what`` says it.
+    """
 
     what: str
     why: str = ""
@@ -168,7 +175,9 @@ class Lost(NamedTuple):
 
 
 class FlatStates:
-    """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
+    """Objects by number, and their flat states.
+
+    The first objects are those that both sides know; the namespace has number 0.
 
     ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory
     from number ``collected`` on it is noted how all that look into it use it. ``left`` is what
@@ -210,7 +219,10 @@ class FlatStates:
             self.describe_again(self._todo.pop())
 
     def describe_again(self, n: int) -> None:
-        """Describe an object as it is now; what its own protocol raises is noted, and its attributes are compared all the same."""
+        """Describe an object as it is now.
+
+        An error of its own protocol is noted, and its attributes are compared all the same.
+        """
         value = self.objects[n]
         try:
             self.states[n] = _state(self._said, value)
@@ -271,7 +283,8 @@ class FlatStates:
         """Describe a dict, or an OrderedDict, of which a module has ten."""
         kind = type(value).__name__
         if kind != "dict" and vars(value):
-            return self._reading(value, self.reader.reader_of(OrderedDict)(value), children)  # type: ignore[misc, arg-type]
+            read: Any = self.reader.reader_of(OrderedDict)
+            return self._reading(value, read(value), children)
         if kind == "dict" and len(value) > _LARGE and _is_alone_inside(value):
             return kind, value
         keys = self._split([*value], children)
@@ -320,7 +333,7 @@ class FlatStates:
         return "reading", (first, _are_attributes(value, reading), by, made, told)
 
     def _builtin(self, function: Any, children: list[int], _: int) -> _Said:
-        """Describe a built-in: by its name in the module that has it, else as a method of its owner.
+        """Describe a built-in: by its name in its module, else as a method of its owner.
 
         Most methods say no module, and all that are loaded would be looked through for each. So the
         owner is asked: ``random.random`` is found in the module of its class.
@@ -344,7 +357,9 @@ class FlatStates:
     def _split(
         self, values: list[Any], children: list[int], *, fresh: int = 0, inline: bool = True
     ) -> list[Any] | tuple[Any, ...]:
-        """Return values with ``...`` for each that has a number, as a tuple if there is any; ``children`` gets these.
+        """Return values with ``...`` for each one that has a number; ``children`` gets the numbers.
+
+        The result is a tuple if there is any ``...`` in it, else a list.
 
         ``fresh``: a protocol has made what nobody else holds. ``inline``: what can change may stand
         in the blob; not in a constant's.
@@ -372,7 +387,7 @@ class FlatStates:
         return (*out,) if marked else out
 
     def _is_inline(self, box: Any, alone: bool) -> bool:
-        """Tell whether a small plain container may stand in a blob: one in which nothing can change, or that has one holder."""
+        """Tell whether a small container may stand in a blob: it is constant, or has one holder."""
         if type(box) is not tuple and (not alone or id(box) in self.number):
             return False
         return _atomic(map(type, box)) and (
@@ -404,7 +419,7 @@ def _state(say: Callable[[Any, list[int]], _Said], value: Any) -> State:
 
 
 def _has_no_memory(items: Iterable[Any]) -> bool:
-    """Tell whether a container that was made afresh was made with what is in it: but for memory of others."""
+    """Tell whether a fresh container holds no tensors or arrays, which may be others' memory."""
     return not any(is_tensor(item) or is_array(item) for item in items)
 
 
@@ -424,13 +439,15 @@ def _atom(_: FlatStates, value: Any, *__: Any) -> _Said:
 
 
 _KNOWN: dict[type, Callable[[FlatStates, Any, list[int], int], _Said]] = {
-    list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set, frozenset: FlatStates._set,
-    OrderedDict: FlatStates._dict, types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom, **dict.fromkeys(ATOMS, _atom),
+    list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set,
+    frozenset: FlatStates._set, OrderedDict: FlatStates._dict,
+    types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom,
+    **dict.fromkeys(ATOMS, _atom),
 }  # fmt: skip
 
 
 def name_of(value: Any) -> tuple[str, str]:
-    """Return the module and the name that an object is found by; raises :class:`pickle.PicklingError` where it is not."""
+    """Return the module and name of an object; raise :class:`pickle.PicklingError` without any."""
     if isinstance(value, types.ModuleType):
         return value.__name__, ""
     name = getattr(value, "__qualname__", None)

@@ -1,4 +1,6 @@
-"""One numbered heap: number → object and flat state, of all that travels; what both sides know, and what has changed.
+"""One numbered heap: the objects that travel, their flat states, and what has changed.
+
+It also knows which of them both sides know.
 
 The payload is the states of a table. What changed is ``before[n] != now[n]``; :meth:`Heap.change`
 says whether that can be done in place, :meth:`Heap.held_back` what stays as it was where a part is
@@ -60,7 +62,7 @@ _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector: for 100,000 objects that are made at once it costs half a second."""
+    """Pause the garbage collector: it costs half a second for 100,000 new objects."""
     _before_pauses.append(gc.isenabled())
     gc.disable()
     try:
@@ -95,7 +97,10 @@ NO_STATE: State = "", b"", ()
 
 
 class Heap(FlatStates):
-    """The objects of a notebook, or of a rank, by number, and what they were ``before``, while a table is compared with itself."""
+    """The objects of a notebook, or of a rank, by number, and their states ``before``.
+
+    The latter are there while a table is compared with itself.
+    """
 
     # ------------------------------------------------------------ what is in it
 
@@ -127,7 +132,10 @@ class Heap(FlatStates):
         }
 
     def early(self, n: int) -> int:
-        """Tell when a name is bound: modules and plain values, then functions, classes, and what has methods that may use them."""
+        """Return the order in which names are bound: modules and plain values come first.
+
+        Then follow functions, classes, and objects whose methods may use all of these.
+        """
         value = self.objects[n]
         kinds: tuple[Any, ...] = (types.ModuleType, *ATOMS), types.FunctionType, type
         return next((at for at, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
@@ -151,7 +159,9 @@ class Heap(FlatStates):
                 self.states[n] = ("same", _NO_BLOB, (m,))  # known here: a class, a dtype
 
     def mark(self) -> None:
-        """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
+        """Describe again what this side reads in another way than the sender.
+
+        Such are tensors of other devices, and functions on this namespace.
 
         An object with a protocol of its own is asked again where it may keep a copy of what it was
         made with: this is nobody else's, and gets a number that only this side knows. So is a
@@ -212,7 +222,11 @@ class Heap(FlatStates):
     def end_after(
         self, known: int, sent: Container[int], anew: Iterable[int], held_back: Iterable[int]
     ) -> None:
-        """Forget what the other side does not know: new numbers from ``known`` on that were not sent, old ones made anew."""
+        """Forget what the other side does not know, after an answer was sent.
+
+        These are the numbers from ``known`` on that were not sent, and old numbers of what is made
+        anew.
+        """
         for n in held_back:
             if n < known:
                 self.states[n] = self.before[n]
@@ -247,7 +261,11 @@ class Heap(FlatStates):
                 self.number[id(value)] = n
 
     def take_back(self, length: int, anew: Iterable[int] = ()) -> None:
-        """Forget what describing again has found beyond ``length`` objects, of which some got new numbers: all is as before."""
+        """Restore the table as it was before :meth:`describe_after`.
+
+        Numbers from ``length`` on are forgotten; the objects in ``anew`` get their old numbers
+        back.
+        """
         self.states[:length] = self.before[:length]
         self.back_to(length)
         self.number |= {id(self.objects[n]): n for n in anew}
@@ -269,12 +287,12 @@ class Heap(FlatStates):
         return self.before[n] if n < len(self.before) else self.states[n]
 
     def _meant(self, n: int) -> int:
-        """Return the number of what stands in an object's place on the other side, where something does."""
+        """Return the number of what stands in an object's place on the other side."""
         state = self._state_before(n)
         return self._meant(state[2][0]) if state is not None and state[0] == "same" else n
 
     def change(self, before: State | None, now: State | None) -> bool | None:
-        """Tell whether other arguments are part of a change; None for one that cannot be done in place."""
+        """Tell whether a change includes other arguments; None if it cannot be done in place."""
         assert before is not None and now is not None
         if before[0] == now[0] and now[0] in ("list", "dict", "OrderedDict", "set", "object"):
             return False
@@ -295,7 +313,10 @@ class Heap(FlatStates):
         but: Container[int] = (),
         states: list[State | None] | None = None,
     ) -> set[int]:
-        """Return the numbers of all that is in some objects, themselves included, now or by other states; stop at others."""
+        """Return the numbers of objects and of all that is in them, but for what is in ``but``.
+
+        Who holds what is said by ``states``: the present ones, if they are not given.
+        """
         states = self.states if states is None else states
         found: set[int] = set()
         waiting = [n for n in roots if n not in but]
@@ -311,7 +332,7 @@ class Heap(FlatStates):
     def holding(
         self, numbers: Iterable[int], among: Iterable[int], last: Container[int] = ()
     ) -> set[int]:
-        """Return what holds any of some objects, directly or not, and these; not what holds the ``last``."""
+        """Return the objects and all that holds them, directly or not; stop above ``last``."""
         holders = self._holders(among)
         found, waiting = set(numbers), [*numbers]
         while waiting:
@@ -329,7 +350,10 @@ class Heap(FlatStates):
         return holders
 
     def way_to(self, wanted: Container[int], roots: Mapping[str, int]) -> tuple[str, int] | None:
-        """Return the shortest way to some object: how it is written, as ``trainer.callbacks[2].conn``, and its number."""
+        """Return the shortest path to a wanted object, and its number.
+
+        A path is written as ``trainer.callbacks[2].conn``.
+        """
         above: dict[int, int | str] = {n: name for name, n in roots.items()}
         waiting = deque(dict.fromkeys(roots.values()))
         while waiting and waiting[0] not in wanted:
@@ -351,7 +375,10 @@ class Heap(FlatStates):
         return path, waiting[0]
 
     def leave_out(self, first: int = 0, roots: Mapping[str, int] | None = None) -> bool:
-        """Leave out, of objects from ``first`` on, what cannot travel and others can do without. Tell whether there is any."""
+        """Leave out, from number ``first`` on, parts that cannot travel; tell whether any were.
+
+        Only parts are left out that their holder can do without.
+        """
         of_holders = self._leave_out_of_holders(first)
         return self._leave_out_attributes(first, roots or {}) or of_holders
 
@@ -455,7 +482,7 @@ class Heap(FlatStates):
         return pickle.PicklingError("it is code without a name")
 
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
-        """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
+        """Return what stays as it was if some objects are refused: these, and instances around.
 
         An instance stays with all that is in it, but for what names reach otherwise; containers
         change, where they can.
@@ -486,7 +513,9 @@ def _has_identity(kind: str, value: Any) -> bool:
 
 
 def _has_told_state(state: State | None) -> bool:
-    return state is not None and state[0] == "reading" and marshal.loads(state[1])[1] is not None  # noqa: S302
+    if state is None or state[0] != "reading":
+        return False
+    return marshal.loads(state[1])[1] is not None  # noqa: S302  our own
 
 
 # ---------------------------------------------------------------- what cannot travel
@@ -519,7 +548,7 @@ _FEW = 3
 
 
 class Culprit(NamedTuple):
-    """The innermost thing that cannot be pickled: where it is (``trainer.inner['conn'][1]``), what, why, what to do."""
+    """The innermost object that cannot be pickled, with its path (``a.inner['conn'][1]``)."""
 
     path: str
     kind: str
@@ -530,7 +559,10 @@ class Culprit(NamedTuple):
 def culprit_of(
     name: str, value: Any, reader: Reader, *, without_gpu: bool = False
 ) -> Culprit | None:
-    """Return what in an object, called ``name``, cannot travel, or not to where no GPU is, by the shortest way to it."""
+    """Return the part of an object that cannot travel, by the shortest path to it; else None.
+
+    ``name`` is the first part of the path. ``without_gpu``: it goes to a process without a GPU.
+    """
     heap = Heap(reader, [reader.namespace])
     root = heap.enter(value)
     heap.walk()

@@ -1,4 +1,4 @@
-"""What holds something of the notebook beside names: the project's modules, handlers of loggers, display formatters.
+"""Holders of data beside names: modules of the project, loggers, display formatters.
 
 A module travels by its name. The data of the project's modules (``helper.counter``), and of their
 classes (``helper.Model.count``), are the module's state. They travel where the cell reaches the
@@ -98,14 +98,14 @@ def loaded_as(project: str) -> dict[str, Any]:
 
 
 def edited_modules(project: str) -> dict[str, types.ModuleType]:
-    """Return the project's modules whose file was edited since this process imported it, by what messages call them."""
+    """Return the project's modules whose file was edited since their import, by display name."""
     return {
         name_of_holder(module): module for name, module in _of_project(project) if is_edited(name)
     }
 
 
 def reader_of_module(module: types.ModuleType, project: str) -> Reading:
-    """Read a module: it is found by its name; one of the project that is not set apart has its data as state."""
+    """Read a module by its name; one of the project also has its data, unless it is set apart."""
     name = module.__name__
     has_data = name in _HOLDS or (bool(project) and name in dict(_of_project(project)))
     if not has_data or name_of_holder(module) in apart:
@@ -141,7 +141,7 @@ def _set_data(module: types.ModuleType, state: tuple[dict[str, Any]]) -> None:
 
 
 def _held(module: types.ModuleType, way: str) -> tuple[Any, str]:
-    """Return what a way from a module ends at: the module itself or one of its classes, and a name there."""
+    """Return the module, or the class in it, that a dotted path ends in, and the last name."""
     holder: Any = module
     *classes, attribute = way.split(".")
     for cls in classes:
@@ -150,7 +150,7 @@ def _held(module: types.ModuleType, way: str) -> tuple[Any, str]:
 
 
 def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module, and of the classes that it defines; those of an enumeration never change."""
+    """Yield the attributes of a module and of its own classes, except enumerations."""
     for name, value in list(vars(holder).items()):
         if not isinstance(name, str):  # a program has written into its ``vars``
             continue
@@ -178,7 +178,7 @@ def _is_data(value: Any) -> bool:
 
 
 def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
-    """Return the project's modules that are named, or are meant by words, with their packages and all that they use."""
+    """Return the project's modules that ``words`` or ``named`` mean, with all that they use."""
     modules = dict(_of_project(project))
     if any(any_module <= words for any_module in _ANY_MODULE):
         return {*modules}
@@ -225,7 +225,10 @@ def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
 
 
 def holders(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
-    """Return what holds something of the notebook, by what messages call it; of some modules of the project only."""
+    """Return the holders that hold something of the notebook, by display name.
+
+    Of the project's modules, those in ``modules``; None means all.
+    """
     found = {name_of_holder(one): one for one in _all()}
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
     listed = {name: holder for name, holder in found.items() if name in _listed}
@@ -245,7 +248,7 @@ def _all() -> list[Any]:
 
 
 def all_holders() -> list[str]:
-    """Return what messages call all modules, loggers and formatters of this process, whatever they hold."""
+    """Return the display names of all modules, loggers and formatters of this process."""
     return [f"the module {name}" for name in sys.modules] + [name_of_holder(one) for one in _all()]
 
 
@@ -265,7 +268,7 @@ def holder_kinds() -> tuple[type, ...]:
 
 
 def parts_of_holder(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a module, a logger or a display formatter holds of the notebook, and how that is written."""
+    """Yield the parts of a module, logger or formatter, each with the way it is written."""
     if isinstance(holder, types.ModuleType):
         yield from ((f"{holder.__name__}.{way}", part) for way, part in data_of(holder).items())
         return
@@ -294,7 +297,7 @@ def all_loggers() -> Iterator[logging.Logger]:
 
 
 def _stays(log: logging.Logger, item: Any) -> bool:
-    """Tell whether a library has added it to a logger of its own, or what runs the kernel has; or it cannot travel."""
+    """Tell whether a handler stays here: a library's or kernel's own, or it cannot travel."""
     if id(item) in left_out:
         return True
     homes = getattr(item, "__module__", ""), type(getattr(item, "formatter", None)).__module__
@@ -367,7 +370,7 @@ def _read_formatter(formatter: Any) -> Reading | None:
 
 
 def _own_printers(formatter: Any) -> dict[Any, Any]:
-    """Return what shows which class, but for IPython's own; a library's class by its name, as IPython takes it, too."""
+    """Return a formatter's printers except IPython's; classes of libraries are keyed by name."""
     known = {c if c.__module__ == "__main__" else f"{c.__module__}.{c.__qualname__}": printer
              for c, printer in formatter.type_printers.items()}  # fmt: skip
     known |= {".".join(names): printer for names, printer in formatter.deferred_printers.items()}

@@ -1,4 +1,4 @@
-"""Random numbers that are drawn while modules are imported: as many as in a notebook, which imports a module once.
+"""Imports in ranks draw no more random numbers than in a notebook, which imports once.
 
 A rank is a new process. It imports anew what the notebook imported cells ago, and libraries draw at
 import (``rich`` picks an emoji, a project's module makes a layer). A plain cell would not have
@@ -23,7 +23,7 @@ _by_ranks: set[str] = set()
 
 
 def known_modules() -> str:
-    """Return in a notebook the names of the modules that it has imported, or its ranks have, a line each."""
+    """Return the names of the modules that the notebook or its ranks have imported, a line each."""
     return "\n".join(_by_ranks.union(sys.modules))
 
 
@@ -33,7 +33,7 @@ def note_imported(names: Iterable[str]) -> None:
 
 
 def put_back_draws_of(known: str) -> None:
-    """Let the first import of each of the modules draw nothing in this rank; ``known`` is what :func:`known_modules` said."""
+    """Let the first import of each module draw nothing; ``known`` is from :func:`known_modules`."""
     around_imports_of_known(set(known.split("\n")), drawing_nothing)
 
 
@@ -56,7 +56,7 @@ _puts_back = False
 
 @contextlib.contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Put back afterwards what the main thread has drawn of the process's random numbers; within another one, do nothing.
+    """Restore the main thread's random states afterwards; a nested call does nothing.
 
     Another thread leaves them alone: it would put back what the main thread draws at the same time.
     """

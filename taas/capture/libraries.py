@@ -1,4 +1,4 @@
-"""Objects of libraries whose own protocols say less than there is, and the devices that state has to be on.
+"""Read objects of libraries whose own protocols leave something out; join devices of state.
 
 * Optimizers and schedulers wrap each other's ``step`` in functions of this process; their protocols
   drop hooks.
@@ -36,7 +36,10 @@ _ReaderOf = Callable[[Any], Reading | None]
 
 
 def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
-    """Return what reads objects of such a class, or None; ``answers`` go to the notebook, where all users of a block are."""
+    """Return the reader for objects of a library's class, or None.
+
+    ``answers``: what is read goes to the notebook, where all users of a pandas block are.
+    """
     traits = attribute_of("traitlets", "HasTraits")
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
         return _read_traits
@@ -100,7 +103,7 @@ def _set_scheduler(scheduler: Any, state: tuple[dict[str, Any]]) -> None:
 
 
 def _mark_step(optimizer: Any) -> None:
-    """Mark ``step`` as followed by a scheduler, which would warn else: the mark of its constructor is not pickled."""
+    """Mark ``step`` as wrapped by a scheduler, as its constructor does; else torch warns."""
     step = optimizer.step
     if hasattr(step, "_wrapped_by_lr_sched"):
         return
@@ -203,7 +206,7 @@ def _set_traits(value: Any, state: dict[str, Any]) -> None:
 
 
 def wait_for_devices() -> None:
-    """Wait until CUDA devices have done all that was asked of them; raises :class:`RuntimeError` for what failed late."""
+    """Wait until all CUDA devices are idle; raise :class:`RuntimeError` for work that failed."""
     torch = loaded("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return

@@ -42,7 +42,10 @@ Span = tuple[int, int]
 
 
 class Region(NamedTuple):
-    """Consecutive memory in a file, and on which device the sender had it; ``spans`` of it (start, end) were written."""
+    """Consecutive memory in a file; only its ``spans`` (start, end) were written.
+
+    The ``device`` is the one on which the sender had it.
+    """
 
     offset: int
     nbytes: int
@@ -69,7 +72,7 @@ class Place(NamedTuple):
 
 
 def find_place(places: list[Place], address: int, nbytes: int) -> tuple[int, int] | None:
-    """Return the region that memory lies in, and where in it; None for memory that is in none of the sorted places."""
+    """Return the region, and the offset in it, of some memory; None if no sorted place has it."""
     at = bisect.bisect(places, (address, sys.maxsize)) - 1
     if at < 0:
         return None
@@ -89,7 +92,7 @@ def overlapping(places: list[Place], address: int, nbytes: int) -> Iterator[int]
 
 @dataclass(slots=True, eq=False)
 class MemoryRange:
-    """What tensors and arrays look into: a storage's memory, or what the root of a chain of array views owns."""
+    """Memory that tensors and arrays look into: a storage's, or that of the root of array views."""
 
     address: int  # on its device; negative, and its storage's alone, where there is none of it
     nbytes: int
@@ -177,7 +180,7 @@ class SentMemory:
         self.stretches: dict[int, Stretch] = {}
 
     def lay_out(self, start: int) -> int:
-        """Give all memory its place in a file whose first ``start`` bytes are taken; return the file's size."""
+        """Give all memory its place in a file after ``start`` bytes; return the file's size."""
         groups: list[list[MemoryRange]] = []
         end = -1
         for memory in sorted(self._memories, key=lambda memory: (memory.address, -memory.nbytes)):
@@ -201,13 +204,13 @@ class SentMemory:
         return start
 
     def places(self) -> list[Place]:
-        """Return where this process has the regions: those that the receiver knows, and those of the file."""
+        """Return where this process has all regions that the receiver will know."""
         return sorted(
             [*self._known, *(Place(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())]
         )
 
     def write(self, fd: int) -> None:
-        """Write what is used of all memory; that of CUDA devices by way of host memory, one after the other."""
+        """Write the used parts of all memory; a device's goes through host memory."""
         for region, stretch in zip(self.regions, self.stretches.values(), strict=True):
             address, host = stretch.in_host_memory()
             for start, end in region.spans:
@@ -265,7 +268,10 @@ class Stretch:
         return known
 
     def in_host_memory(self) -> tuple[int, Any]:
-        """Return where its bytes are in host memory, and what keeps them there; a copy of what is on a device."""
+        """Return the address of its bytes in host memory, and what keeps them there.
+
+        What is on a device is copied.
+        """
         copies = [
             storage.cpu() for storage in self.storages.values() if storage.device.type != "cpu"
         ]
@@ -350,7 +356,10 @@ class MemoryTable:
 
 
 def new_memory(region: Region, fd: int) -> Stretch:
-    """Return a region as ordinary memory: a mapping would stay as long as anything in it, and twice where somebody writes to it."""
+    """Return a region as ordinary memory of this process.
+
+    A mapping would stay as long as anything in it, and twice where somebody writes to it.
+    """
     torch = loaded("torch")
     storages = {}
     if torch is not None and hasattr(torch, "UntypedStorage"):
@@ -414,7 +423,7 @@ class MemorySnapshot:
         self._read = _checksums_of(self._stretches, self._rest)
 
     def changed(self, regions: Container[int]) -> dict[int, list[Span]]:
-        """Return which parts of some regions differ; memory that is no longer where it was is left out."""
+        """Return the changed parts of some regions; memory that has moved is left out."""
         there = {n: here for n, here in self._stretches.items() if n in regions and here.is_there()}
         unwritten, now = self._watch.unwritten(), _checksums_of(there, self._rest)
         found: dict[int, list[Span]] = {}
@@ -429,7 +438,7 @@ class MemorySnapshot:
 
 
 def _without(span: Span, taken: list[Span]) -> list[Span]:
-    """Return what is left of a span without others, which are in order; in parts of a size worth sending."""
+    """Return a span without others, which are in order, in parts of a size worth sending."""
     found: list[Span] = []
     start, end = span
     for at in range(max(bisect.bisect(taken, (start, start)) - 1, 0), len(taken) + 1):
@@ -462,7 +471,10 @@ def _checksums_of(
 
 
 def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Any]]:
-    """Yield the checksums of what a device has of memory, by parts; some of it at a time, and nothing is copied but they."""
+    """Yield the checksums of a device's memory, by parts.
+
+    The device adds up some memory at a time; only the sums are copied.
+    """
     import torch
 
     for (start, nbytes), storage in stretch.storages.items():

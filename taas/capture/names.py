@@ -66,7 +66,10 @@ class Needs:
 
 
 def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
-    """Find the names of ``namespace`` that a cell, as typed, needs; what its values use of it is found where they are described."""
+    """Find the names of ``namespace`` that a cell needs; ``cell`` is the text as typed.
+
+    The names that their values use are found where these are described.
+    """
     reader = _Reader(namespace)
     reader.read(python_of(cell))
     needs = reader.needs
@@ -78,7 +81,7 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
 
 
 class _Reader(ast.NodeVisitor):
-    """Reads code in the order in which it runs; knows which names it may have bound by now (``touched``)."""
+    """Reads code in the order in which it runs; ``touched`` are the names it may have bound."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.needs = Needs()
@@ -117,7 +120,10 @@ class _Reader(ast.NodeVisitor):
             self.visit(statement)
 
     def _use(self, names: Iterable[str], *, here: bool = False) -> None:
-        """Note names that are read, and what their functions read: right ``here``, or when what is made here runs."""
+        """Note names that are read, and what their functions read.
+
+        They are read ``here``, or when what is made here runs.
+        """
         self.needs.words.update(names)
         waiting = [*names]
         own = len(waiting)
@@ -156,7 +162,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(node)
 
     def _perhaps(self, *blocks: Sequence[ast.AST]) -> None:
-        """Read blocks of which each perhaps runs. A name is bound afterwards if all of them bind it."""
+        """Read blocks that each perhaps run; a name is bound afterwards if all of them bind it."""
         before = after = self._bound
         self._unsure += 1
         for block in blocks:
@@ -286,7 +292,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(ast.Name(node.name, ast.Del()))
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        """Read a ``with``; after one that swallows exceptions, any of its lines may have been the last."""
+        """Read a ``with``; if it swallows exceptions, any of its lines may be the last to run."""
         if _SWALLOWS.search(" ".join(map(ast.unparse, node.items))):
             self._visit_all(node.items)
             self._perhaps(node.body)
@@ -369,7 +375,7 @@ class _Reader(ast.NodeVisitor):
         return global_names(_compiled(ast.Expression(node))) | self._texts.inside(node)
 
     def _magic(self, node: ast.Expr, method: str, texts: list[str]) -> None:
-        """Read the Python in a magic that binds names of the cell; every word of others may be a name."""
+        """Read a magic: as Python if it binds names of the cell, else any word may be a name."""
         name, (*words, python) = texts[0], texts
         options = _OPTIONS.match(python) if method == "run_line_magic" else None
         said = options[0] if options else ""
@@ -414,7 +420,7 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
 
 
 def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[str]:
-    """Return the names that functions and classes of the notebook use, and that pickle finds them by."""
+    """Return the names that the notebook's functions and classes use, and go by in pickles."""
     values, found = [*values], set[str]()
     kinds = {*filter(_uses_names, {*map(type, values)})}
     for value in values if kinds else ():
@@ -440,7 +446,10 @@ def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
 
 
 def _uses_names(cls: type) -> bool:
-    """Tell whether objects of a class are code, or may pickle others by themselves (``torch.save`` in ``__getstate__``)."""
+    """Tell whether objects of a class use names: code, or a protocol that pickles others.
+
+    The latter may call ``torch.save`` in its ``__getstate__``.
+    """
     own = cls.__module__ == "__main__" and not (
         keeps_pickling_of_object(cls) and keeps_state_of_object(cls)
     )
@@ -448,16 +457,19 @@ def _uses_names(cls: type) -> bool:
 
 
 def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
-    """Return the words of annotations that are texts: ``typing.get_type_hints`` looks them up as names."""
+    """Return the words of annotations that are texts; ``get_type_hints`` looks them up."""
     is_class = isinstance(code, type)
     if sys.version_info >= (
         3,
         14,
     ):  # code makes them, where somebody asks; asking a class leaves a mark in it
-        annotate = vars(code).get("__annotate_func__") if is_class else code.__annotate__  # type: ignore[union-attr]
+        by_class = vars(code).get("__annotate_func__")
+        annotate = by_class if is_class else getattr(code, "__annotate__", None)
         if isinstance(annotate, types.FunctionType):
             said = {text for text in annotate.__code__.co_consts if isinstance(text, str)}
-            named = vars(code) if is_class else code.__code__.co_varnames  # type: ignore[union-attr]
+            named = (
+                code.__code__.co_varnames if isinstance(code, types.FunctionType) else vars(code)
+            )
             return _words_of(*said.difference(named))
     annotations = vars(code).get("__annotations__") if is_class else code.__annotations__
     return _words_of(*(text for text in (annotations or {}).values() if isinstance(text, str)))
@@ -474,7 +486,8 @@ _RUN_TEXT = {"eval", "exec", "ex", "ev", "run_cell"}
 _MAGICS = {"run_line_magic", "run_cell_magic", "system", "getoutput"}
 _HOLD_TEXT = {*_RUN_TEXT, *_MAGICS, "query", "timeit", "repeat", "Timer", "compile"}
 _LOOKS_UP = {
-    *_ALL_NAMES, *_HOLD_TEXT, "__main__", "modules", "user_ns", "get_ipython", "__import__", "import_module",
+    *_ALL_NAMES, *_HOLD_TEXT, "__main__", "modules", "user_ns", "get_ipython", "__import__",
+    "import_module",
 }  # fmt: skip
 """Functions without any of these names and attributes look nothing up."""
 _LIST_NAMES = {"who", "whos", "who_ls"}
@@ -486,7 +499,7 @@ _SHOWN = 60
 
 
 class _Texts:
-    """Finds the names in texts: the words of those that the code has, ``*`` for those that it makes."""
+    """Finds the names in texts: their words, or ``*`` where code makes the text."""
 
     def __init__(self) -> None:
         self._told: set[ast.AST] = set()  # stand for all names, and the code around them says which
@@ -496,7 +509,10 @@ class _Texts:
         return frozenset[str]().union(*(self.of(part, inside=True) for part in ast.walk(node)))
 
     def of(self, node: ast.AST, *, inside: bool = False) -> set[str]:
-        """Return the names that a node itself says by texts: in annotations, to what runs texts, among all names."""
+        """Return the names that a node says by texts.
+
+        That is in annotations, in what runs texts, and among all names (``globals()["x"]``).
+        """
         annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
         if annotation is not None:
             return _words_of(ast.unparse(annotation))
@@ -532,7 +548,7 @@ def _text_of(node: ast.AST) -> str | None:
 
 
 def _looked_up(node: ast.AST) -> tuple[ast.AST | None, str | None]:
-    """Return what code looks something up in, if it looks up one thing, and by which text: None for one that it makes."""
+    """Return what a node looks one thing up in, and by which text: None for one that it makes."""
     match node:
         case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if (
             name != "__dict__"
@@ -586,12 +602,12 @@ def _words_in(node: ast.AST) -> set[str]:
 
 
 def _any_name(node: ast.AST) -> str:
-    """Return the name that stands for all names, with the code that may mean them, cut to a line."""
+    """Return the name for "any name", with the code that may mean them, cut to a line."""
     return ANY + ast.unparse(node).partition("\n")[0][:_SHOWN]
 
 
 def _looked_up_by(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a function looks up by texts; its own text IPython keeps for tracebacks."""
+    """Return the names that a function looks up by texts, from its text in ``linecache``."""
     if words_in(code).isdisjoint(_LOOKS_UP):
         return frozenset()
     text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]
@@ -600,7 +616,7 @@ def _looked_up_by(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in_text(text: str, line: int, unknown: str) -> frozenset[str]:
-    """Return the names that the function in a line of a text looks up; what is ``unknown`` if there is none."""
+    """Return the names that the function at a line looks up; ``unknown`` if there is none."""
     with contextlib.suppress(SyntaxError):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, _FUNCTION):

@@ -1,4 +1,6 @@
-"""The file that carries names to the ranks and back: preface, pickle, memory, header; sealed, mapped private.
+"""The file that carries names to the ranks and back: sealed, and mapped privately.
+
+It has a preface, a pickle, memory and a header.
 
 ::
 
@@ -81,7 +83,10 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_room(sizes: dict[str, int]) -> None:
-    """Raise :class:`CaptureError` where names need more than this machine, or this process's control group, has left."""
+    """Raise :class:`CaptureError` where names need more memory than is left.
+
+    This process's control group may allow less than the machine has.
+    """
     need = sum(sizes.values())
     if need < _CHECKED_FROM or need < (free := memory_left().free):
         return
@@ -101,7 +106,9 @@ def write_file(
     contents: dict[str, Any],
     patches: Iterable[tuple[int, int, memoryview]] = (),
 ) -> tuple[int, int]:
-    """Write states and memory, and ``patches`` (region, start, bytes), into a sealed memfd; return it, and its length.
+    """Write states, memory and patches into a sealed memfd; return it, and its length.
+
+    ``patches`` are region, start and bytes.
 
     Raises :class:`NoRoom` where this process may not write so much.
     """
@@ -162,7 +169,7 @@ def _no_room(error: OSError, written: int) -> NoRoom:
 
 
 def seal(fd: int) -> None:
-    """Let nobody change a file any more; the system refuses that for a while when it is moving pages of it about."""
+    """Seal a file; the system refuses that for a while when it moves its pages."""
     deadline = time.monotonic() + _SEALED_SECONDS
     while True:
         try:
@@ -178,7 +185,7 @@ def seal(fd: int) -> None:
 
 
 def peek(fd: int) -> PayloadHeader:
-    """Read a file's header; nothing is unpickled. Raises :class:`VersionMismatch` if it isn't such a file."""
+    """Read a file's header, and unpickle nothing; raise :class:`VersionMismatch` for others."""
     lead = os.pread(fd, len(_MAGIC) + _LEAD.size, 0)
     if not lead.startswith(_MAGIC) or len(lead) < len(_MAGIC) + _LEAD.size:
         raise VersionMismatch(
@@ -200,7 +207,10 @@ def check_versions(header: PayloadHeader) -> None:
 
 
 class Payload:
-    """A received file of a sender who has to be trusted; raises :class:`VersionMismatch` before anything is unpickled."""
+    """A received file, whose sender has to be trusted.
+
+    Raises :class:`VersionMismatch` before anything is unpickled.
+    """
 
     def __init__(self, fd: int) -> None:
         self.header = peek(fd)
@@ -226,7 +236,7 @@ class Payload:
                 importlib.import_module(name)
 
     def mapped(self, device: str | None, known: dict[int, Stretch] | None = None) -> MemoryTable:
-        """Return its memory as one private mapping, which nobody else writes to, beside memory that is known, by region.
+        """Return its memory as one private mapping, beside memory that is ``known`` by region.
 
         What comes from a CUDA device goes to ``device``; to its own, where that is ``cuda``; to
         host memory where it is None.
@@ -281,7 +291,7 @@ def _not_mapped(nbytes: int) -> CaptureError:
 
 
 def _device_for(sent: str, device: str) -> str:
-    """Return where memory goes that the notebook has on a CUDA device; its own, in a process that takes all of them."""
+    """Return the device for memory that was on a CUDA device ``sent``; ``cuda`` keeps its own."""
     if device != "cuda":
         return device
     return (

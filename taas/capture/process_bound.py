@@ -111,7 +111,7 @@ def _set_shared(value: Any, state: tuple[dict[str, Any], Any]) -> None:
 def settle(
     values: Collection[Any], shares: Iterable[Any] = (), place: Place | None = None, **how: bool
 ) -> None:
-    """Let objects that have come find out which process this is; make ``shares`` of rank 0 this rank's.
+    """Settle objects in this process, and make rank 0's ``shares`` this rank's.
 
     ``how`` is explained in :func:`process_bound_libraries.settle`.
     """
@@ -175,7 +175,7 @@ def shares_among(values: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def remember_shares(values: Iterable[Any], size: int) -> None:
-    """In a notebook: note which of the objects that came from ``size`` ranks say that they are rank 0's."""
+    """Note, in a notebook, which objects from ``size`` ranks say that they are rank 0's."""
     for number in [number for number, known in _from_ranks.items() if known() is None]:
         del _from_ranks[number]
     for value in values:
@@ -187,7 +187,10 @@ def remember_shares(values: Iterable[Any], size: int) -> None:
 def named_shares(
     names: Iterable[str], namespace: dict[str, Any], heap: Any, size: int
 ) -> list[str]:
-    """In a notebook: return the names of loaders, samplers and streams that are, or use, rank 0's share of ``size``."""
+    """Return, in a notebook, the names of loaders and samplers that use rank 0's share.
+
+    It is one of ``size``.
+    """
     found = []
     for name in names:
         n = heap.number.get(id(namespace.get(name)))
@@ -201,7 +204,7 @@ def named_shares(
 
 
 def take_share(values: Iterable[Any], place: Place) -> None:
-    """In a rank: make the shares of rank 0 that have come this rank's, if they are of as many ranks."""
+    """Make, in a rank, rank 0's shares this rank's, if they are of as many ranks."""
     for value in values:
         found = pair_of(value)
         if found is not None and found[1:] == (0, place.size):
@@ -212,7 +215,7 @@ def take_share(values: Iterable[Any], place: Place) -> None:
 
 
 class Unwrapped(NamedTuple):
-    """A module without its wrapper, and what that was; its owner is None under a name, or in a container."""
+    """A module that came without its wrapper; without owner under a name or in a container."""
 
     owner: weakref.ref[Any] | None
     module: weakref.ref[Any]
@@ -224,8 +227,9 @@ _named: dict[str, weakref.ref[Any]] = {}
 """Names under which ranks had a wrapper, each with what it wrapped."""
 _CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset, deque, types.CellType)
 WRAPS = frozenset({
-    "DistributedDataParallel", "DDP", "DataParallel", "FullyShardedDataParallel", "FSDP", "fully_shard", "replicate",
-    "parallelize_module", "distribute_module", "prepare", "prepare_model",
+    "DistributedDataParallel", "DDP", "DataParallel", "FullyShardedDataParallel", "FSDP",
+    "fully_shard", "replicate", "parallelize_module", "distribute_module", "prepare",
+    "prepare_model",
 })  # fmt: skip
 """Code with any of these names wraps a module."""
 
@@ -236,7 +240,9 @@ def is_container(value: Any) -> bool:
 
 
 def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, Any]) -> None:
-    """In a notebook: note owners (None: none), modules, and the wrappers that these had in the ranks.
+    """Note, in a notebook, the modules that came without a wrapper: owner, module, wrapper.
+
+    The owner is None for a module under a name, or in a container.
 
     ``named`` are the modules that a name alone was bound to, by this name.
     """
@@ -255,7 +261,7 @@ def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, A
 
 
 def unwrapped_among(ids: Collection[int]) -> Iterator[tuple[Any, str]]:
-    """Yield what among objects, by their ids, lacks a wrapper that it had in ranks, and which wrapper."""
+    """Yield the objects, among some ids, that lack the wrapper they had in ranks; and which."""
     for (owner, module), one in _unwrapped.items():
         held = one.module if one.owner is None else one.owner
         if (
@@ -312,7 +318,7 @@ def surely_read(
 
 
 class Wrapping:
-    """What of modules some code wraps: what its wrapping calls mention, or any module, where it does not say.
+    """Which modules some code wraps: those its wrapping calls mention, or any if it is unclear.
 
     ``words_of_functions`` are those of the functions that a cell has run.
     """
@@ -346,7 +352,7 @@ class Wrapping:
         return not WRAPS.isdisjoint(words) or not WRAPS.isdisjoint(meant) or libraries.wraps(words)
 
     def _words_meant(self, node: ast.AST) -> set[str]:
-        """Return the names in an expression, with those that the notebook's functions in it read."""
+        """Return the names in an expression, and those that the notebook's functions in it read."""
         found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         waiting = [*found]
         for word in waiting:  # grows
@@ -371,7 +377,7 @@ class Wrapping:
 
 
 def _words_of_node(node: ast.AST) -> set[str]:
-    """Return the name that a node says; where it is the function of a call, ``nn.parallel.DDP`` says the last."""
+    """Return the name of a node; of ``nn.parallel.DDP`` it is the last one."""
     match node:
         case ast.Name(id=word) | ast.Attribute(attr=word):
             return {word}
@@ -417,7 +423,7 @@ def _binding(node: ast.AST) -> tuple[ast.AST, ast.AST] | None:
 
 
 class Again(NamedTuple):
-    """A module that its library wraps again: by which object, and under which names; both by their numbers."""
+    """A module that an object of its library wraps again: both by number, and the names."""
 
     by: int
     module: int
@@ -519,7 +525,9 @@ def _known_by_accelerators(heap: Any, opaque: set[int], inside: set[int]) -> dic
 def _wrapped_again(
     heap: Any, roots: dict[str, int], inside: set[int], known: dict[int, int], wrapping: Wrapping
 ) -> Iterator[Again]:
-    """Yield the models that their Accelerator can surely wrap again: names alone hold them, and had the wrapper.
+    """Yield the models that their Accelerator can surely wrap again.
+
+    Only names hold them, and these had the wrapper.
 
     Optimizers hold their parameters, which a wrapper does not change.
     """

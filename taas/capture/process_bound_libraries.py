@@ -1,4 +1,4 @@
-"""Libraries whose objects remember which process they are in: what of that stays behind, and is found out again.
+"""Libraries whose objects remember their process: this is found out again where they arrive.
 
 * An ``Accelerator`` wraps again what it has wrapped, before a cell that does not do it itself.
 * accelerate's states hold settings (mixed precision) and what the process has found out (its
@@ -26,8 +26,8 @@ from taas.import_hooks import attribute_of, loaded
 
 _ReaderOf = Callable[[Any], Reading | None]
 _OF_PROCESS = frozenset({
-    "backend", "debug", "device", "device_mesh", "distributed_type", "fork_launched", "local_process_index",
-    "num_processes", "process_index",
+    "backend", "debug", "device", "device_mesh", "distributed_type", "fork_launched",
+    "local_process_index", "num_processes", "process_index",
 })  # fmt: skip
 _FOUND_OUT = {
     "PartialState": _OF_PROCESS,
@@ -43,7 +43,7 @@ settings_waiting: dict[type, dict[str, Any]] = {}
 
 
 def found_out_by(cls: type) -> frozenset[str]:
-    """Return which attributes, of objects that share their class's dict, each process finds out by itself."""
+    """Return the attributes that each process finds out itself, of objects on a class's dict."""
     for base in cls.__mro__:
         if base.__module__ == "accelerate.state":
             return _FOUND_OUT.get(base.__qualname__, _NOTHING)
@@ -74,7 +74,7 @@ def needed_beside(value: Any) -> Any:
 
 
 def _classes(name: str) -> tuple[type, ...]:
-    """Return the class of a full name, where it is imported; Lightning's Fabric is in two packages."""
+    """Return the class of a full name, if it is imported; Fabric is in two packages."""
     names = ("lightning." + name, "lightning_" + name) if name.startswith("fabric.") else (name,)
     found = (attribute_of(*one.rsplit(".", 1)) for one in names)
     return tuple(cls for cls in found if cls is not None)
@@ -90,7 +90,7 @@ def of_kind(name: str, values: Collection[Any]) -> list[Any]:
 
 
 def bound_reader(cls: Any) -> _ReaderOf | None:
-    """Return what reads objects of a class that remember their process; None for any other class."""
+    """Return the reader for objects that remember their process; None for other classes."""
     if issubclass(cls, _classes("accelerate.data_loader.DataLoaderAdapter")):
         return lambda loader: _read_without(loader, ("device",))
     if issubclass(
@@ -137,7 +137,9 @@ def _read_fabrics_loader(loader: Any) -> Reading:
 def settle(
     values: Collection[Any], size: int | None, *, without_gpu: bool = False, wrapped: bool = False
 ) -> None:
-    """Let what has come find out which process it is in; ``size`` ranks are in its run, None: it is no rank.
+    """Settle objects in a process: they find out which one it is.
+
+    ``size`` ranks are in its run; None: it is no rank.
 
     In ranks this makes a process group, as the libraries do when such objects are made.
     ``without_gpu``: in a process that must not look for one. ``wrapped``: models will be wrapped
@@ -166,7 +168,7 @@ def _settle_states(
     *,
     without_gpu: bool,
 ) -> None:
-    """Have accelerate find out about the process, if its states have come here for the first time."""
+    """Make accelerate's states find out about the process when they first come here."""
     if not settings:
         return
     own = settings.get(state.AcceleratorState, {})
@@ -189,7 +191,7 @@ def _settle_states(
 
 
 def _group_arguments(values: Collection[Any]) -> dict[str, Any]:
-    """Return what the process group is to be made with, as an Accelerator, or TrainingArguments, say it."""
+    """Return the arguments for the process group, from an Accelerator or TrainingArguments."""
     found: dict[str, Any] = {}
     for arguments in of_kind("transformers.training_args.TrainingArguments", values):
         found |= {
@@ -214,7 +216,7 @@ def _settle_loader(loader: Any, size: int | None) -> None:
 
 
 def _forget_prepared(module: Any) -> None:
-    """Let a model be prepared again: without accelerate's mark, and its ``forward`` for mixed precision."""
+    """Remove accelerate's mark, and its ``forward``, from a model that will be prepared again."""
     attributes = vars(module)
     attributes.pop(_PREPARED, None)
     original = attributes.pop("_original_forward", None)
@@ -226,7 +228,7 @@ def _forget_prepared(module: Any) -> None:
 
 
 def _settle_accelerator(accelerator: Any, size: int | None) -> None:
-    """Let an Accelerator have what its settings mean here, and forget models that came unwrapped."""
+    """Set an Accelerator to what its settings mean here; forget models that came unwrapped."""
     if not size:
         return
     if size > 1:
@@ -263,14 +265,14 @@ _OF_ARGUMENTS = ("_n_gpu", "_setup_devices")
 
 
 def _settle_arguments(arguments: Any, _: int | None) -> None:
-    """Let arguments of a Trainer find out about devices: asking does it, and resets accelerate's states."""
+    """Make TrainingArguments find out about devices: asking does it, and resets the states."""
     if "_setup_devices" not in vars(arguments):
         with _unchanged_states():
             arguments._setup_devices  # noqa: B018  a cached property
 
 
 def _settle_trainer(trainer: Any, _: int | None) -> None:
-    """Let a Trainer know whether it is the main process: it notes that when it is made, for its callbacks."""
+    """Tell a Trainer whether it is the main process; it notes that when it is made."""
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
 
@@ -282,7 +284,7 @@ def _settle_fabric(fabric: Any, size: int | None) -> None:
 
 
 def _settle_fabrics_module(module: Any, size: int | None) -> None:
-    """Move a model to the device of its Fabric, and wrap it again, as the Fabric's strategy does."""
+    """Move a model to its Fabric's device, and wrap it again as the strategy does."""
     strategy, inner = module._strategy, module._forward_module
     if size and _processes_of(strategy) == size and inner is module._original_module:
         _enter_strategy(strategy)
@@ -296,7 +298,7 @@ def _enter_strategy(strategy: Any) -> None:
 
 
 def _settle_skorch(net: Any, size: int | None) -> None:
-    """Wrap the modules of a net again by its accelerator, if they were wrapped when it left the ranks."""
+    """Wrap a net's modules again by its accelerator, if they were wrapped in the ranks."""
     if not size or size == 1 or not net._wrapped_with_accelerator:
         return
     for name in net._modules + net._criteria:
@@ -367,7 +369,9 @@ def renews(value: Any) -> bool:
 
 
 def models_of(value: Any) -> list[Any]:
-    """Return the models that an Accelerator has prepared, and can prepare again; none of any other object.
+    """Return the models that an Accelerator has prepared and can prepare again.
+
+    For any other object there are none.
 
     What it has compiled beside is not only wrapped.
     """
@@ -438,7 +442,7 @@ def is_lone_trainer(value: Any) -> bool:
 
 
 def _engine_of(state: dict[str, Any]) -> str:
-    """Return what accelerate's state has that only the process that made it can use; empty for nothing."""
+    """Return what only the process that made accelerate's state can use of it; else empty."""
     if state.get("parallelism_config") is not None:
         return "a ParallelismConfig"
     if state.get("deepspeed_plugins") is not None:
@@ -448,7 +452,10 @@ def _engine_of(state: dict[str, Any]) -> str:
 
 
 def _processes_of(strategy: Any) -> int:
-    """Return for how many processes a strategy of Lightning was made; its environment says it in ranks alone."""
+    """Return for how many processes a strategy of Lightning was made.
+
+    In ranks its environment alone says it.
+    """
     return int(getattr(strategy, "num_processes", 1) * getattr(strategy, "num_nodes", 1))
 
 

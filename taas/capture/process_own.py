@@ -1,4 +1,4 @@
-"""What belongs to the process that made it: process groups, what they are made of, iterators of DataLoaders, streams.
+"""What belongs to its process: process groups, iterators of DataLoaders, streams.
 
 Another process can do nothing with it, so it never travels. An object that has it as an attribute,
 or in a container there, does, without that attribute: a trained model must not be lost with a
@@ -103,7 +103,7 @@ def names_told(holder: Any, attributes: Iterable[str]) -> list[str]:
 
 
 def keep_own(holder: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of an object that belong to this process, and that it keeps where it is told of its others."""
+    """Return the attributes that an object keeps when it is told its others: its process's."""
     kept = {}
     for name, part in attributes_of(holder).items():
         if name in told:

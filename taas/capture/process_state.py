@@ -1,4 +1,4 @@
-"""What cells do to their process beside making names: one table, read and written in the notebook and in its ranks.
+"""What cells do to their process: one table of settings, for the notebook and its ranks.
 
 A library that is not imported is not imported for its state: it takes it when it is imported.
 Variables that describe a rank, as torchrun's, never travel. A rank starts in the project whatever
@@ -144,7 +144,10 @@ def _options(
 
 
 def _setting(name: str, library: str, get: str, put: str) -> Row:
-    """Return a row of a library's own two functions; None where it refuses to say (torch's older words for precision)."""
+    """Return a row of two functions of a library; None is taken where it refuses to say.
+
+    Torch does so where its older words for precision do not suffice.
+    """
 
     def take(module: Any) -> Any:
         with contextlib.suppress(RuntimeError):
@@ -168,7 +171,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pandas_options(pandas: Any) -> dict[str, Any]:
-    """Return the plain options of pandas, without what asking for some says; the function among them is data of a module."""
+    """Return the plain options of pandas, past the warnings that asking for some gives.
+
+    The one that is a function is data of a module.
+    """
     config = pandas._config.config
     found = {
         name: functools.reduce(operator.getitem, name.split("."), config._global_config)
@@ -205,7 +211,7 @@ def _inline_settings(config: Any) -> dict[str, Any] | None:
 
 
 def _show_figures(*_: Any) -> None:
-    """Let the shell show figures, as from a kernel's first one on; pyplot does it by itself where it is being imported."""
+    """Let the shell show figures; pyplot does it by itself where it is being imported."""
     pyplot = loaded("matplotlib.pyplot")
     if pyplot is None or hasattr(pyplot, "switch_backend"):
         importlib.import_module(_INLINE)
@@ -249,7 +255,7 @@ def _limit_of_files(_: ModuleType) -> tuple[int, str]:
 
 
 def _put_limit_of_files(_: ModuleType, told: tuple[int, str]) -> None:
-    """Set how many files may be open, as far as this process may; another machine's own limit is not lowered by it."""
+    """Set how many files may be open; another machine's own limit is not lowered."""
     here, hard = (
         math.inf if n == resource.RLIM_INFINITY else n
         for n in resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -309,7 +315,10 @@ def _warning_filters(_: Any) -> list[Any]:
 
 
 def _put_warning_filters(told: list[Any], *, rank: bool) -> None:
-    """Set the filters; in a rank, before those it has. Nothing warns with a category that no module here has."""
+    """Set the filters, in a rank before those it has; unknown categories are dropped.
+
+    Nothing here warns with a category that no module has.
+    """
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     known = [(action, text, attribute_of(m, n), *place) for action, text, (m, n), *place in told]
     new = [entry for entry in known if entry[2] is not None]
@@ -332,7 +341,9 @@ def _put_kernels_of_attention(cuda: Any, told: tuple[bool, ...]) -> None:
 
 
 def _settings_of_compiler(config: Any) -> dict[str, Any]:
-    """Return what was set of a module of settings of torch's compiler, each in a tuple, as None means that it was set back.
+    """Return the changed settings of a module of torch's compiler, each in a tuple.
+
+    None means that a setting was set back to its default.
 
     ``disable`` is what a rehearsal says itself.
     """
@@ -349,8 +360,8 @@ def _put_setting_of_compiler(config: Any, name: str, told: tuple[Any] | None) ->
 
 
 _PRECISIONS = (
-    ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"),
-    ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
+    ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"),
+    ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
 )  # fmt: skip
 """Backends and operations whose precision can be set; what is set for all comes before what has its
 own.
@@ -376,7 +387,10 @@ def _default_device(torch: Any) -> str:
 
 
 def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
-    """Set it to the device of another process as this one has it, whose own CUDA device is ``own``; ``cuda``: all are."""
+    """Set torch's default device to another process's, as this one has it.
+
+    This rank's own CUDA device is ``own``; ``cuda``: it has all of them.
+    """
     number = wanted.partition(":")[2]
     if wanted.startswith("cuda"):
         if not torch.cuda.device_count():  # a rehearsed rank says that it has one
@@ -390,7 +404,7 @@ def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
 
 
 def _put_next_hook(hooks: Any, told: int) -> None:
-    """Go on from the larger number: a hook must not take the number, and so the place, of one that travelled."""
+    """Continue hook numbers at the larger count, so that no hook takes a travelled one's place."""
     hooks.RemovableHandle.next_id = max(told, hooks.RemovableHandle.next_id)
 
 
@@ -399,77 +413,223 @@ def _put_next_hook(hooks: Any, told: int) -> None:
 
 def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
     return (
-        Row("decimal context", "decimal", lambda d: d.getcontext().__reduce__()[1],
-            lambda d, told: d.setcontext(d.Context(*told))),
-        Row("warning filters", "warnings", _warning_filters, lambda _, told: _put_warning_filters(told, rank=rank)),
+        Row(
+            "decimal context",
+            "decimal",
+            lambda d: d.getcontext().__reduce__()[1],
+            lambda d, told: d.setcontext(d.Context(*told)),
+        ),
+        Row(
+            "warning filters",
+            "warnings",
+            _warning_filters,
+            lambda _, told: _put_warning_filters(told, rank=rank),
+        ),
         Row("log levels", "logging", _log_levels, _put_log_levels),
         Row("names of log levels", "logging", _level_names, _put_level_names),
-        Row("levels of all logs", "logging", lambda m: m.root.manager.disable, lambda m, told: m.disable(told)),
+        Row(
+            "levels of all logs",
+            "logging",
+            lambda m: m.root.manager.disable,
+            lambda m, told: m.disable(told),
+        ),
         Row("open files", "resource", _limit_of_files, _put_limit_of_files),
-        Row("garbage collection", "gc", lambda g: (is_collecting(), g.get_threshold()), _put_collection),
+        Row(
+            "garbage collection",
+            "gc",
+            lambda g: (is_collecting(), g.get_threshold()),
+            _put_collection,
+        ),
         _setting("digits of integers", "sys", "get_int_max_str_digits", "set_int_max_str_digits"),
-        Row("length of fields in CSV", "csv", lambda c: c.field_size_limit(), lambda c, told: c.field_size_limit(told)),
-        Row("patience of sockets", "socket", lambda s: (s.getdefaulttimeout(),), lambda s, told: s.setdefaulttimeout(*told)),
-        Row("truncated images", "PIL.ImageFile", operator.attrgetter("LOAD_TRUNCATED_IMAGES"),
-            lambda m, told: setattr(m, "LOAD_TRUNCATED_IMAGES", told)),
-        Row("largest image", "PIL.Image", lambda m: (m.MAX_IMAGE_PIXELS,), lambda m, told: setattr(m, "MAX_IMAGE_PIXELS", *told)),
-        Row("settings of scikit-learn", "sklearn", lambda s: s.get_config(), lambda s, told: s.set_config(**told)),
+        Row(
+            "length of fields in CSV",
+            "csv",
+            lambda c: c.field_size_limit(),
+            lambda c, told: c.field_size_limit(told),
+        ),
+        Row(
+            "patience of sockets",
+            "socket",
+            lambda s: (s.getdefaulttimeout(),),
+            lambda s, told: s.setdefaulttimeout(*told),
+        ),
+        Row(
+            "truncated images",
+            "PIL.ImageFile",
+            operator.attrgetter("LOAD_TRUNCATED_IMAGES"),
+            lambda m, told: setattr(m, "LOAD_TRUNCATED_IMAGES", told),
+        ),
+        Row(
+            "largest image",
+            "PIL.Image",
+            lambda m: (m.MAX_IMAGE_PIXELS,),
+            lambda m, told: setattr(m, "MAX_IMAGE_PIXELS", *told),
+        ),
+        Row(
+            "settings of scikit-learn",
+            "sklearn",
+            lambda s: s.get_config(),
+            lambda s, told: s.set_config(**told),
+        ),
         _options("formats and aliases of IPython", "IPython", _formats, _put_format),
         Row("errors of NumPy", "numpy", lambda n: n.geterr(), lambda n, told: n.seterr(**told)),
-        Row("print options of NumPy", "numpy",
-            lambda n: {k: v for k, v in n.get_printoptions().items() if k not in ("formatter", "override_repr")},
-            lambda n, told: n.set_printoptions(**told, formatter=n.get_printoptions()["formatter"])),
-        _options("options of pandas", "pandas", _pandas_options, lambda p, name, value: p.set_option(name, value)),
-        _options("how figures are shown", "matplotlib_inline.config", _inline_settings,
-                 lambda config, name, value: setattr(config.InlineBackend.instance(), name, value)),
-        Row("figures are shown", "matplotlib.figure", lambda _: _INLINE in sys.modules or None, _show_figures),
+        Row(
+            "print options of NumPy",
+            "numpy",
+            lambda n: {
+                k: v
+                for k, v in n.get_printoptions().items()
+                if k not in ("formatter", "override_repr")
+            },
+            lambda n, told: n.set_printoptions(**told, formatter=n.get_printoptions()["formatter"]),
+        ),
+        _options(
+            "options of pandas",
+            "pandas",
+            _pandas_options,
+            lambda p, name, value: p.set_option(name, value),
+        ),
+        _options(
+            "how figures are shown",
+            "matplotlib_inline.config",
+            _inline_settings,
+            lambda config, name, value: setattr(config.InlineBackend.instance(), name, value),
+        ),
+        Row(
+            "figures are shown",
+            "matplotlib.figure",
+            lambda _: _INLINE in sys.modules or None,
+            _show_figures,
+        ),
         _options("settings of matplotlib", "matplotlib", _plot_settings, _put_plot_setting),
         _setting("default dtype", "torch", "get_default_dtype", "set_default_dtype"),
         _setting("gradient mode", "torch", "is_grad_enabled", "set_grad_enabled"),
         _setting("anomaly detection", "torch", "is_anomaly_enabled", "autograd.set_detect_anomaly"),
-        _setting("threads of torch", "torch", "get_num_threads", "set_num_threads")._replace(only_back=True),
-        Row("deterministic algorithms", "torch",
-            lambda t: (t.are_deterministic_algorithms_enabled(), t.is_deterministic_algorithms_warn_only_enabled()),
-            lambda t, v: t.use_deterministic_algorithms(v[0], warn_only=v[1])),
+        _setting("threads of torch", "torch", "get_num_threads", "set_num_threads")._replace(
+            only_back=True
+        ),
+        Row(
+            "deterministic algorithms",
+            "torch",
+            lambda t: (
+                t.are_deterministic_algorithms_enabled(),
+                t.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda t, v: t.use_deterministic_algorithms(v[0], warn_only=v[1]),
+        ),
         # by torch's bindings: torch.backends.cudnn.set_flags resets others
-        _setting("benchmark of cuDNN", "torch", "_C._get_cudnn_benchmark", "_C._set_cudnn_benchmark"),
-        _setting("determinism of cuDNN", "torch", "_C._get_cudnn_deterministic", "_C._set_cudnn_deterministic"),
+        _setting(
+            "benchmark of cuDNN", "torch", "_C._get_cudnn_benchmark", "_C._set_cudnn_benchmark"
+        ),
+        _setting(
+            "determinism of cuDNN",
+            "torch",
+            "_C._get_cudnn_deterministic",
+            "_C._set_cudnn_deterministic",
+        ),
         _setting("use of cuDNN", "torch", "_C._get_cudnn_enabled", "_C._set_cudnn_enabled"),
-        _setting("precision of matmul", "torch", "get_float32_matmul_precision", "set_float32_matmul_precision"),
+        _setting(
+            "precision of matmul",
+            "torch",
+            "get_float32_matmul_precision",
+            "set_float32_matmul_precision",
+        ),
         _setting("TF32 of cuDNN", "torch", "_C._get_cudnn_allow_tf32", "_C._set_cudnn_allow_tf32"),
         Row("precisions", "torch", _precisions, _put_precisions),
-        Row("default device of torch", "torch", _default_device, lambda t, v: _put_default_device(t, v, device)),
-        Row("print options of torch", "torch._tensor_str", lambda m: tuple(vars(m.PRINT_OPTS).items()),
-            lambda m, told: m.set_printoptions(**dict(told))),
-        _setting("how processes share tensors", "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"),
-        Row("kernels of attention", "torch.backends.cuda", _kernels_of_attention, _put_kernels_of_attention),
-        *(_options(f"settings of torch.{name}", f"torch.{name}.config", _settings_of_compiler, _put_setting_of_compiler)
-          for name in ("_dynamo", "_inductor")),
-        Row("numbers of hooks", "torch.utils.hooks", lambda m: m.RemovableHandle.next_id, _put_next_hook),
-    )  # fmt: skip
+        Row(
+            "default device of torch",
+            "torch",
+            _default_device,
+            lambda t, v: _put_default_device(t, v, device),
+        ),
+        Row(
+            "print options of torch",
+            "torch._tensor_str",
+            lambda m: tuple(vars(m.PRINT_OPTS).items()),
+            lambda m, told: m.set_printoptions(**dict(told)),
+        ),
+        _setting(
+            "how processes share tensors",
+            "torch.multiprocessing",
+            "get_sharing_strategy",
+            "set_sharing_strategy",
+        ),
+        Row(
+            "kernels of attention",
+            "torch.backends.cuda",
+            _kernels_of_attention,
+            _put_kernels_of_attention,
+        ),
+        *(
+            _options(
+                f"settings of torch.{name}",
+                f"torch.{name}.config",
+                _settings_of_compiler,
+                _put_setting_of_compiler,
+            )
+            for name in ("_dynamo", "_inductor")
+        ),
+        Row(
+            "numbers of hooks",
+            "torch.utils.hooks",
+            lambda m: m.RemovableHandle.next_id,
+            _put_next_hook,
+        ),
+    )
 
 
 def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
-    """Return all kinds of state, in the order they are put; for a rank with its CUDA device, or for a notebook."""
+    """Return all kinds of state in the order they are put, for a rank or for a notebook."""
     path, cuda = _PathOfRank(), device is not None or not rank
     of_process = (
-        Row("sys.path", "sys", path.take, path.put, early=True),
-        Row("sys.argv", "sys", lambda s: [*s.argv], _put_arguments_of_rank, early=True),
-    ) if rank else (
-        Row("sys.path", "sys", lambda s: [*s.path], lambda s, v: operator.setitem(s.path, slice(None), v), early=True),
-        Row("sys.argv", "sys", _arguments, _put_arguments, early=True),
-    )  # fmt: skip
+        (
+            Row("sys.path", "sys", path.take, path.put, early=True),
+            Row("sys.argv", "sys", lambda s: [*s.argv], _put_arguments_of_rank, early=True),
+        )
+        if rank
+        else (
+            Row(
+                "sys.path",
+                "sys",
+                lambda s: [*s.path],
+                lambda s, v: operator.setitem(s.path, slice(None), v),
+                early=True,
+            ),
+            Row("sys.argv", "sys", _arguments, _put_arguments, early=True),
+        )
+    )
     return (
-        Row("environment", "os", lambda o: {n: v for n, v in o.environ.items() if not is_a_ranks_own(n, v)}, put_variables, early=True),
+        Row(
+            "environment",
+            "os",
+            lambda o: {n: v for n, v in o.environ.items() if not is_a_ranks_own(n, v)},
+            put_variables,
+            early=True,
+        ),
         *of_process,
-        Row("time zone", "time", lambda t: (t.tzname, t.timezone), lambda _, told: time.tzset(), early=True),
-        Row("working directory", "os", _working_directory,
-            lambda o, told: o.chdir(told) if Path(told).is_dir() else None, only_back=True),
+        Row(
+            "time zone",
+            "time",
+            lambda t: (t.tzname, t.timezone),
+            lambda _, told: time.tzset(),
+            early=True,
+        ),
+        Row(
+            "working directory",
+            "os",
+            _working_directory,
+            lambda o, told: o.chdir(told) if Path(told).is_dir() else None,
+            only_back=True,
+        ),
         _setting("recursion limit", "sys", "getrecursionlimit", "setrecursionlimit"),
         *_of_libraries(device, rank=rank),
-        Row("random numbers", "random", lambda _: states_of_generators(cuda=cuda),
-            lambda _, told: set_generators(told, cuda=cuda)),
-    )  # fmt: skip
+        Row(
+            "random numbers",
+            "random",
+            lambda _: states_of_generators(cuda=cuda),
+            lambda _, told: set_generators(told, cuda=cuda),
+        ),
+    )
 
 
 def _loaded(library: str) -> ModuleType | None:
@@ -500,7 +660,7 @@ def of_notebook() -> dict[str, Any]:
 
 
 class ProcessState:
-    """A rank's state, made what :func:`of_notebook` returned; ``device`` is the rank's CUDA device."""
+    """A rank's state, set to what :func:`of_notebook` returned; ``device`` is its CUDA device."""
 
     def __init__(self, sent: dict[str, Any], device: str | None) -> None:
         self._sent = sent
@@ -553,7 +713,7 @@ def put(changes: dict[str, Any]) -> None:
 
 
 def not_brought(error: Exception) -> tuple[str, str]:
-    """Say what did not come back with the names, which have to, whatever a cell did to its process."""
+    """Return what did not come back of the process's state, and why."""
     what = (
         "the state of the process (environment, working directory, random numbers, settings of"
         " libraries)"

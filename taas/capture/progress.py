@@ -1,4 +1,4 @@
-"""Objects of a training under way that refer to their process: bars of tqdm, and scalers of gradients in an iteration.
+"""Objects of a training under way: bars of tqdm, and scalers of gradients.
 
 A bar writes by functions that hold a stream of its process. What travels is which stream it is, and
 how long its last line was; where the bar is already it goes on writing by what it has.
@@ -41,7 +41,7 @@ def read_bar(bar: Any) -> Reading:
 
 
 def _stream_of(written: Any) -> Any:
-    """Return what tqdm writes to below its own wrapper: the name of a standard stream, or a file."""
+    """Return the stream below tqdm's wrapper: the name of a standard one, or a file."""
     file = vars(written).get("_wrapped", written) if _is_wrapper(written) else written
     return next((name for name in _STREAMS if file is getattr(sys, name)), file)
 
@@ -51,13 +51,16 @@ def _is_wrapper(written: Any) -> bool:
 
 
 def _is_widget(bar: Any) -> bool:
-    """Tell whether a bar is drawn by ipywidgets: ``tqdm.auto`` has another class in ranks that nobody is shown."""
+    """Tell whether a bar is drawn by ipywidgets; ``tqdm.auto`` has two classes."""
     kind = attribute_of("tqdm.notebook", "tqdm_notebook")
     return kind is not None and isinstance(bar, kind)
 
 
 def _lengths(printer: Any) -> list[int] | None:
-    """Return the list in which a printer of ``tqdm.status_printer`` has the length of its last line; None for another one."""
+    """Return the list with the length of a printer's last line; None for another printer.
+
+    The printer is that of ``tqdm.status_printer``.
+    """
     if (
         not isinstance(printer, types.FunctionType)
         or "last_len" not in printer.__code__.co_freevars
@@ -69,7 +72,7 @@ def _lengths(printer: Any) -> list[int] | None:
 
 
 def _set_bar(bar: Any, state: tuple[dict[str, Any], Any, int | None]) -> None:
-    """Set a bar; one that is over has no line any more, though its class counts it when it is made."""
+    """Set a bar. One that is over has no line, though its class counts it as it is made."""
     attributes, writes_to, last = state
     here = vars(bar)
     before = {name: here[name] for name in ("fp", "sp") if name in here}
@@ -121,7 +124,7 @@ def read_scaler(scaler: Any) -> Reading:
 
 
 def _optimizers_at(addresses: dict[int, Any]) -> list[Any]:
-    """Return the optimizers at some addresses; looking through all objects takes a moment, in an iteration only."""
+    """Return the optimizers at some addresses, by looking through all objects."""
     if not addresses:
         return []
     kind = sys.modules["torch.optim"].Optimizer

@@ -1,4 +1,4 @@
-"""The states of a process's generators of random numbers: of ``random``, NumPy, torch, and the rank's CUDA device.
+"""The states of random generators: of ``random``, NumPy, torch, and the CUDA device.
 
 CUDA's is a state only once CUDA is initialised. Until then torch keeps a queue of what to do to its
 generators; a state that came from elsewhere waits in it, is the state as long as nobody has seeded
@@ -32,7 +32,7 @@ def _bytes_of(state: Any) -> bytes:
 
 
 def states_of_generators(*, cuda: bool) -> dict[str, Any]:
-    """Return the states, of what is loaded; without ``cuda`` where CUDA is only pretended, in rehearsed ranks."""
+    """Return the states of what is loaded; without ``cuda`` where CUDA is only rehearsed."""
     found: dict[str, Any] = {"random": random.getstate()}
     if (numpy := _having("numpy.random", "get_state")) is not None:
         name, keys, position, has_gauss, cached = numpy.get_state()

@@ -20,13 +20,14 @@ from taas.capture.code_by_value import words_in
 from taas.import_hooks import attribute_of
 
 _RANK = frozenset({
-    "get_rank", "get_local_rank", "get_node_local_rank", "global_rank", "local_rank", "node_rank", "RANK", "LOCAL_RANK",
-    "process_index", "local_process_index", "is_main_process", "is_local_main_process", "is_global_zero",
+    "get_rank", "get_local_rank", "get_node_local_rank", "global_rank", "local_rank", "node_rank",
+    "RANK", "LOCAL_RANK", "process_index", "local_process_index", "is_main_process",
+    "is_local_main_process", "is_global_zero",
 })  # fmt: skip
 """Names, attributes and variables of the environment that say which rank a process is."""
 _CHOOSE = {
-    "ConcatDataset", "DataLoader", "Subset", "TensorDataset", "enumerate", "get", "getenv", "int", "islice", "list", "range",
-    "select", "shard", "slice", "sorted", "take", "tuple",
+    "ConcatDataset", "DataLoader", "Subset", "TensorDataset", "enumerate", "get", "getenv", "int",
+    "islice", "list", "range", "select", "shard", "slice", "sorted", "take", "tuple",
 }  # fmt: skip
 """Functions that choose parts of data, or hand on what is chosen."""
 _OF_DATA = re.compile(r"Dataset|Subset|Loader|Sampler")
@@ -40,7 +41,7 @@ An id that another object has by now costs a line that is not needed.
 
 
 def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
-    """In a notebook, once a cell of several ranks has ended: note which of its names are rank 0's."""
+    """Note, after a cell of several ranks, which of the notebook's names are rank 0's."""
     with contextlib.suppress(SyntaxError):
         for name, is_part in names_of_rank(cell, namespace).items():
             if name in namespace and _may_be_of_rank(namespace[name], is_part=is_part):
@@ -50,7 +51,10 @@ def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
 def rank_values(
     namespace: dict[str, Any], binds: Callable[[str], set[str] | None]
 ) -> Iterator[str]:
-    """Yield the names whose value is rank 0's still; ``binds`` tells what a cell may bind, None for any name."""
+    """Yield the names whose value is still rank 0's.
+
+    ``binds`` returns the names that a cell may bind, None for any name.
+    """
     cells = typed_cells()
     running = max(len(cells) - 1, 0)
     bound_by: dict[
@@ -78,7 +82,7 @@ def _bound_by(cell: str, binds: Callable[[str], set[str] | None]) -> set[str] | 
 
 
 def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
-    """Tell whether a value made with the rank says it, or is a part that it has chosen (``is_part``)."""
+    """Tell whether a value may be the rank's: it says the rank, or is a part chosen by it."""
     device = attribute_of("torch", "device", ())
     if isinstance(value, device):
         return value.index is not None
@@ -90,7 +94,7 @@ def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
 
 
 def names_of_rank(cell: str, namespace: dict[str, Any]) -> dict[str, bool]:
-    """Return the names that a cell binds by expressions with the rank, and whether it chooses a part by it."""
+    """Return the names that a cell binds by the rank, and whether it chooses a part by it."""
     said = {
         name
         for name, value in namespace.items()
@@ -139,7 +143,7 @@ def _words_of(node: ast.AST, *, but_arguments: bool = False) -> set[str]:
 
 
 def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[list[str], ast.expr]]:
-    """Yield the names that statements outside functions bind, with what they are bound to, in order."""
+    """Yield the names that statements outside functions bind, and the values, in order."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

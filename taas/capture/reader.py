@@ -1,4 +1,4 @@
-"""Who reads what: one rule for all objects, and the kinds that need another word, each with its reason."""
+"""Choose the reader for each class: one rule for all, and exceptions with their reasons."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ _ReaderOf = Callable[[Any], Reading | None]
 
 
 class Reader:
-    """Reads objects of a notebook, or of a rank; modules of the ``project`` hold data, wrappers are read as their modules to ``unwrap``.
+    """Reads objects of a notebook or of a rank.
+
+    Modules of the ``project`` are read with their data; with ``unwrap``, a wrapper is read as its
+    module.
 
     It notes the ``modules`` that something was found in.
     """
@@ -131,7 +134,10 @@ class Reader:
             return reader
 
         def read(value: Any) -> Reading | None:
-            """Read what its class' own module holds (``torch.default_generator``) by its name there: there is only one."""
+            """Read an object that its class's module holds (``torch.default_generator``) by name.
+
+            There is only one of it.
+            """
             if module not in self._held:
                 self._held[module] = self._held_by(module)
             name = self._held[module].get(id(value))
@@ -140,7 +146,7 @@ class Reader:
         return read
 
     def _is_of_project(self, module: str) -> bool:
-        """Tell whether a module is the project's: its data, and those of its classes, are the notebook's."""
+        """Tell whether a module is the project's: its data belong to the notebook."""
         file = attribute_of(module, "__file__") or ""
         below = bool(self._project) and file.startswith(self._project + "/")
         return below and "site-packages" not in Path(file).parts
@@ -176,7 +182,10 @@ class Reader:
         return read_plain if rule else self._by_protocol
 
     def _method(self, method: Any) -> Reading | None:
-        """Read a bound method; that of an output stream is the stream's own where it arrives, which has another class."""
+        """Read a bound method; one of an output stream is the receiving stream's own.
+
+        That stream has another class.
+        """
         if any(method.__self__ is stream for stream in (sys.stdout, sys.stderr)):
             return Reading(getattr, (method.__self__, method.__name__))
         return self._by_protocol(method)
@@ -211,19 +220,22 @@ class Reader:
 
 
 def stays(cls: type) -> bool:
-    """Tell whether objects of a class stand in a rank for the notebook's own, which stay there as they are."""
+    """Tell whether objects of a class only stand for the notebook's own, which stay there."""
     return bool(attribute_of_class(cls, "__taas_stays__")) or cls.__qualname__ == "BlockValuesRefs"
 
 
 def is_as_sent(value: Any) -> bool:
-    """Tell whether a tensor or an array is read here as where it came from; of other dtypes NumPy makes copies."""
+    """Tell whether a tensor or array reads the same here as where it came from.
+
+    NumPy copies arrays of other dtypes.
+    """
     if is_array(value):
         return bool(value.dtype.isbuiltin == 1)
     return is_tensor(value) and value.device.type == "cpu"
 
 
 def is_wrapper(cls: type) -> bool:
-    """Tell whether objects of a class are wrappers around the module that comes back in their place."""
+    """Tell whether a class wraps modules; the module comes back in the wrapper's place."""
     if attribute_of_class(cls, "__taas_unwrap__"):
         return True
     parallel = loaded("torch.nn.parallel")
@@ -240,6 +252,6 @@ def holds_shards(value: Any) -> bool:
 
 
 def _leaves_out(cls: Any) -> bool:
-    """Tell whether torch's own protocol refuses what it made (parametrized modules), or forgets what it copied (wrapped hooks)."""
+    """Tell whether torch's own protocol refuses (parametrized modules) or forgets (hooks)."""
     made = getattr(cls.__getstate__, "__module__", "") == "torch.nn.utils.parametrize"
     return made or (cls.__module__, cls.__qualname__) == ("torch.nn.modules.module", "_WrappedHook")

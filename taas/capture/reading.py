@@ -1,4 +1,4 @@
-"""What an object consists of: a :class:`Reading`. The rule for objects of Python classes, and for own protocols.
+"""What an object consists of: a :class:`Reading`, by pickle's rule.
 
 The rule is pickle's: an object is its class, the arguments it is made with, and its state. An
 object of a Python class is its ``__dict__`` (that very dict, which others may hold) and its slots.
@@ -26,6 +26,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from taas.capture.process_own import keep_own
@@ -80,7 +81,7 @@ def keeps_state_of_object(cls: Any) -> bool:
 
 
 def is_only_python(cls: type) -> bool:
-    """Tell whether objects of a class consist of ``__dict__`` and slots alone, with nothing kept in C.
+    """Tell whether objects of a class are ``__dict__`` and slots alone, with nothing in C.
 
     It is the size that tells: types written in C may be heap types as well (``select.epoll``).
     """
@@ -91,7 +92,7 @@ def is_only_python(cls: type) -> bool:
 
 
 def read_insides(value: Any, *members: str) -> tuple[Any, dict[str, Any]]:
-    """Return an object's own ``__dict__`` (None without), and its slots, and members kept in C, that have values."""
+    """Return an object's ``__dict__`` (or None), and its slots and C members with a value."""
     attributes = value.__dict__ if type(value).__dictoffset__ else None
     slots: dict[str, Any] = {}
     for name in (*_slot_names(type(value)), *members):
@@ -104,7 +105,7 @@ def read_insides(value: Any, *members: str) -> tuple[Any, dict[str, Any]]:
 
 
 def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
-    """Make these an object's ``__dict__``, slots and members, past whatever its class does with attributes."""
+    """Set an object's ``__dict__``, slots and members, past its class's ``__setattr__``."""
     attributes, slots = insides
     if attributes is not None and (here := value.__dict__) is not attributes:
         if here:
@@ -119,7 +120,10 @@ def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
 
 
 def make_plain(cls: Any) -> Any:
-    """Make an empty object, a library's by its ``__new__``: that may set up what its methods need. The notebook's has run already."""
+    """Make an empty object of a class; ``__new__`` of a library's class runs.
+
+    It may set up what the methods need. One of the notebook has run already.
+    """
     if cls.__new__ is object.__new__:
         return object.__new__(cls)
     makers = (
@@ -184,7 +188,7 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
 
 
 def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
-    """Give an object what its own protocol said, as pickle does; in place of the items that it has."""
+    """Give an object the state that its protocol said, in place of its state and items."""
     inner, items, pairs, setter = state
     if (items is not None or pairs is not None) and len(value):
         value.clear()
@@ -213,7 +217,7 @@ def _set_state(value: Any, inner: Any) -> None:
 
 
 def keeps_all_attributes(cls: Any) -> bool:
-    """Tell whether the state of a class's objects is all of their ``__dict__``: what it lacks, they lack."""
+    """Tell whether a state is all of an object's ``__dict__``: what it lacks is deleted."""
     is_own = cls in copyreg.dispatch_table or cls.__getstate__ is not object.__getstate__
     return not is_own and keeps_pickling_of_object(cls)
 
@@ -258,7 +262,10 @@ def _in_module(tb: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def module_named(name: str) -> Any:
-    """Return the module of a name, also one that is an attribute of another only (``torch.ops.aten``); else None."""
+    """Return the module of a name, or None.
+
+    It may be an attribute of another module only (``torch.ops.aten``).
+    """
     found = sys.modules.get(name)
     parent, _, last = name.rpartition(".")
     if found is not None or not parent:
@@ -270,7 +277,10 @@ def module_named(name: str) -> Any:
 
 
 def module_holding(value: Any, name: str) -> str:
-    """Return the module that an object says it is of, or else one that holds it under a name: as pickle finds it, but asking none."""
+    """Return the module that an object says it is of, else one that holds it, as pickle does.
+
+    Other than pickle, this asks no module for an attribute.
+    """
     said = getattr(value, "__module__", None)
     if said is not None:
         return str(said)
@@ -364,7 +374,7 @@ def _family(cls: Any) -> Any:
 
 
 def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
-    """Return what reads objects of a container class, or None: it is none, or has a protocol of its own."""
+    """Return the reader for a container class; None for others, or with an own protocol."""
     family = _family(cls)
     if family is None:
         return None
@@ -403,7 +413,7 @@ VIEWS = {
 
 
 def read_view(view: Any) -> Reading:
-    """Read a view of a dict, or a read-only one: it goes on showing what is in it, so it travels with it."""
+    """Read a view of a dict, or a read-only dict, together with that dict."""
     (mapping,) = gc.get_referents(view)
     if type(view) is types.MappingProxyType:
         return Reading(types.MappingProxyType, (mapping,))
@@ -416,13 +426,13 @@ def _make_view(base: Any, name: str, mapping: Any) -> Any:
 
 
 def read_reference(reference: Any) -> Reading:
-    """Read a weak reference; what it refers to lives where it arrives only if something else there holds it."""
+    """Read a weak reference; its object lives only if something else there holds it."""
     key = (reference.key,) if isinstance(reference, weakref.KeyedRef) else ()
     return Reading(_make_reference, (type(reference), reference(), reference.__callback__, *key))
 
 
 def read_proxy(proxy: Any) -> Reading:
-    """Read a weak proxy, which passes itself off as what it stands for: tqdm's bars hold one of themselves."""
+    """Read a weak proxy, which passes for its object; tqdm's bars hold one of themselves."""
     return Reading(weakref.proxy, (proxy.__reduce_ex__.__self__,))
 
 
@@ -437,7 +447,7 @@ _OF_EXCEPTIONS = ("args", "__cause__", "__context__", "__suppress_context__")
 
 
 def read_exception(error: BaseException) -> Reading:
-    """Read an exception with its cause and context; its class' own ``__init__``, which may take others, does not run again."""
+    """Read an exception with cause and context; its class's ``__init__`` does not run again."""
     made: Any = error.__reduce_ex__(4)
     arguments = made[1] if made[0] is type(error) else error.args
     if isinstance(error, BaseExceptionGroup):  # it may have been given a list that has changed
@@ -461,7 +471,7 @@ FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRand
 
 
 def read_file(file: Any) -> Reading | None:
-    """Read a closed file; standard output and error output go by their names, and open ones not at all."""
+    """Read a closed file; standard streams go by name, and an open file is refused."""
     if file.closed:
         settings = (
             (file.encoding, file.errors) if isinstance(file, io.TextIOWrapper) else (None, None)
@@ -478,7 +488,8 @@ def _closed_file(
     name: Any, mode: str, buffering: int, encoding: str | None, errors: str | None
 ) -> Any:
     """Return a closed file, without looking for anything that its name may mean here."""
-    file: Any = open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors)  # noqa: PTH123, SIM115
+    nothing = Path(os.devnull)
+    file: Any = nothing.open(mode.replace("x", "w"), buffering, encoding, errors)
     with file:
         buffer = getattr(file, "buffer", file)
         getattr(buffer, "raw", buffer).name = name

@@ -1,4 +1,6 @@
-"""Setup cells: what they do to libraries in the notebook's process they do again in each process that starts for a run.
+"""Setup cells: each process that starts for a run runs them as the notebook did.
+
+What they do to libraries is there then.
 
 A library's registry (accessors, resolvers, representers, converters) has no form in which it could
 travel. So the cell that fills it runs again, in the order of the notebook, before the names arrive,
@@ -76,7 +78,7 @@ _done: set[int] = set()
 
 
 def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags: int) -> None:
-    """Run those that this process has not run yet, compiled with ``flags``; what they print the notebook has shown.
+    """Run the setup cells that are new to this process, without their output.
 
     Raises:
         CaptureError: one failed, which it did not in the notebook; its cause is what the cell
@@ -88,7 +90,8 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
         linecache.cache[cell.file] = len(cell.text), None, cell.lines, cell.file
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile(cell.text, cell.file, "exec", flags, dont_inherit=True), namespace)  # noqa: S102
+                code = compile(cell.text, cell.file, "exec", flags, dont_inherit=True)
+                exec(code, namespace)  # noqa: S102  the user's own
         except Exception as error:
             error.__traceback__ = (
                 error.__traceback__ and error.__traceback__.tb_next

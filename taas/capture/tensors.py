@@ -47,7 +47,10 @@ def is_tensor(value: Any) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """Return the storage that a tensor is a dense view of, in host or CUDA memory; None for any other tensor."""
+    """Return the storage that a tensor is a dense view of; None for any other tensor.
+
+    It is in host or CUDA memory.
+    """
     torch = sys.modules["torch"]
     dense = (
         tensor.layout is torch.strided
@@ -70,7 +73,7 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def content_of(value: Any) -> Reading | None:
-    """Read a plain array or tensor that a protocol made to be pickled, with a copy of what is in its memory; else None."""
+    """Read a plain array or tensor that a protocol made, with a copy of its memory; or None."""
     if is_array(value):
         return None if value.dtype.hasobject else Reading(pickle.loads, (pickle.dumps(value, 5),))
     return _copy_of_tensor(value) if is_tensor(value) else None
@@ -97,7 +100,7 @@ def _make_copy(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> torch
 
 
 def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
-    """Return what reads tensors and storages of a class, or None: it is none, or has a protocol of its own.
+    """Return the reader for tensors and storages of a class; None for others.
 
     A class with a ``__torch_dispatch__`` of its own has its values elsewhere than in a storage.
     """
@@ -118,7 +121,7 @@ def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
 
 
 def _read_tensor(tensor: torch.Tensor) -> Reading | None:
-    """Read a dense tensor or parameter as a view of its storage; one that has a graph, without it."""
+    """Read a dense tensor or parameter as a view of its storage, without its graph."""
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
         if (storage := storage_of(tensor)) is None:
             return _read_other_tensor(tensor)
@@ -203,7 +206,10 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
 
 
 def _change_tensor(tensor: Any, _: Any, cls: Any, *arguments: Any) -> None:
-    """Look elsewhere; a tensor that the cell moved to another device stays on its own, with the new values."""
+    """Change the view of a tensor; one that the cell moved stays on its device.
+
+    It gets the new values there.
+    """
     import torch
 
     data = _make_tensor(torch.Tensor, *arguments)
@@ -310,7 +316,7 @@ def _reach(array: Any) -> tuple[int, int]:
 
 
 def _root(array: Any) -> Any:
-    """Return the array whose memory others look into, through the stand-ins that ``as_strided`` leaves."""
+    """Return the root of array views, past the stand-ins that ``as_strided`` leaves."""
     while True:
         base = array.base
         if hasattr(base, "__array_interface__") and not is_array(base):
@@ -321,7 +327,10 @@ def _root(array: Any) -> Any:
 
 
 def _memory_of(array: Any, root: Any) -> MemoryRange | None:
-    """Return the memory that an array looks into: that of a tensor, or of the root of its views; None without any."""
+    """Return the memory that an array looks into; None if it has none.
+
+    It is a tensor's, or that of the root of views.
+    """
     low, end = _reach(array)
     if not root.nbytes:
         return None
@@ -398,7 +407,10 @@ def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
 
 
 def _is_of_file(root: Any) -> bool:
-    """Tell whether an array's memory is a file's: not a private copy of it (mode ``c``), nor one of a file without a name."""
+    """Tell whether an array's memory is a file's.
+
+    A private copy (mode ``c``) is not, nor that of a file without a name.
+    """
     mapped = isinstance(root, sys.modules["numpy"].memmap) and isinstance(root.base, mmap.mmap)
     return (
         mapped and root.mode != "c" and root.filename is not None and Path(root.filename).exists()
