@@ -12,7 +12,7 @@ from typing import Any
 from taas.capture import process_state
 from taas.capture.building import Builder, Loss, change
 from taas.capture.cells import users_names
-from taas.capture.flat import Lost
+from taas.capture.flat import How, Lost
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.holders import apart, loaded_as
 from taas.capture.import_draws import drawing_nothing, note_imported
@@ -238,14 +238,14 @@ class _Incoming:
 
     def _change_in_place(self, held_back: set[int]) -> list[int]:
         done = []
-        for n, (state, arguments_differ) in self._contents["changed"].items():
+        for n, (state, how) in self._contents["changed"].items():
             if n in held_back:
                 continue
             value = self._made[n]
             try:
                 before = self._heap.states[n] or state
                 children = [self._made[c] for c in state[2]]
-                change(value, before, state, children, arguments_differ=arguments_differ)
+                change(value, before, state, children, How(how))
             except (
                 BaseException
             ) as error:  # a user's __setstate__ may raise anything, SystemExit included

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.cells import cell_numbers, dress, keys_without_a_name, users_names
-from taas.capture.flat import LeftOut, Lost
+from taas.capture.flat import How, LeftOut, Lost
 from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, few_words_of, no_collection
 from taas.capture.holders import (
     all_holders,
@@ -191,7 +191,7 @@ class Arrival:
         with no_collection():
             left_out.clear()
             tell_again()
-            self.heap.mark()
+            self.heap.describe_as_here()
             self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
             self.names_before = {**self._namespace}
             self.keys_before = keys_without_a_name(self._namespace)
@@ -264,7 +264,7 @@ class CellChanges:
         self._known = arrival.known
         self._lost = self._keys_lost()
         self._named: set[str] = set()  # among the lost, with all that is in them
-        self._changed: dict[int, bool] = {}  # whether its arguments are others, by number
+        self._changed: dict[int, How] = {}  # what changes in place, by number
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
         self._places_now = holders(arrival.project)
         left_out.clear()
@@ -328,7 +328,7 @@ class CellChanges:
             "roots": bound,
             "places": self._places,
             "states": {n: heap.states[n] for n in sorted(sent)},
-            "changed": {n: (heap.states[n], self._changed[n]) for n in changed},
+            "changed": {n: (heap.states[n], self._changed[n].value) for n in changed},
             "next": len(heap.objects),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
@@ -519,11 +519,11 @@ class CellChanges:
             if by_name or heap.is_same(n):
                 heap.states[n] = before  # by the numbers that both sides know
                 continue
-            differ = heap.change(before, now) if n < self._known else None
-            if differ is None:
+            how = heap.change(before, now) if n < self._known else How.ANEW
+            if how is How.ANEW:
                 self._anew[n] = -1
             else:
-                self._changed[n] = differ
+                self._changed[n] = how
 
     def _number_roots(self) -> None:
         """Number all roots: names, the cell's last value (under an empty name), and places."""
@@ -559,13 +559,13 @@ class CellChanges:
                 if n >= self._arrival.known_before:
                     continue
                 is_whole = state[0] in _WHOLE or n >= self._known
-                differ = None if is_whole else heap.change(before, heap.states[n])
-                if differ is None:
+                how = How.ANEW if is_whole else heap.change(before, heap.states[n])
+                if how is How.ANEW:
                     self._anew[n] = heap.renumber(n)
                     self._changed.pop(n, None)
                     again = True
-                else:
-                    self._changed[n] = self._changed.get(n, False) or differ
+                elif self._changed.get(n) is not How.IN_PLACE_WITH_ARGUMENTS:
+                    self._changed[n] = how
         for numbers in (self._roots, self._places):
             numbers |= {name: self._anew[n] for name, n in numbers.items() if n in self._anew}
 

@@ -9,13 +9,14 @@ are filled only: that is how a notebook's object changes in place.
 from __future__ import annotations
 
 import contextlib
+import enum
 import marshal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from taas.capture.flat import State
+from taas.capture.flat import How, State
 from taas.capture.memory import MemoryTable
 from taas.capture.reading import find, make_plain, set_insides, turn_into
 
@@ -27,6 +28,14 @@ _BOXES: dict[str, Callable[[], Any]] = {
     "OrderedDict": OrderedDict,
     "set": set,
 }
+
+
+class Step(enum.Enum):
+    """What comes next with an object that is being built."""
+
+    BEGIN = "if all its children are made, make and fill it"
+    MAKE = "make it, of the children that it is made with"
+    FILL = "fill it with its other children"
 
 
 class Loss(NamedTuple):
@@ -60,7 +69,6 @@ class Builder:
         self.lost: dict[int, Loss] = {}
         self._begun: set[int] = set()
         self._open: dict[int, Any] = {}  # what blobs say of what is not filled yet
-        self._late: list[int] = []
 
     def build(self, root: int) -> Any:
         """Build an object with all that is in it.
@@ -68,31 +76,33 @@ class Builder:
         Unless tolerant, this raises what a protocol of its class raises.
         """
         states, begun, made = self.states, self._begun, self.made
-        complete, make, fill_late = self._complete, self._make, self._fill
-        stack = [(root, complete)]
+        stack = [(root, Step.BEGIN)]
+        late: list[int] = []  # in a cycle: some of their children are not made yet
         while stack:
             n, step = stack.pop()
-            if step is complete:
+            if step is Step.BEGIN:
                 if n in begun or n not in states:
                     continue
                 begun.add(n)
                 children = states[n][2]
                 if all(map(made.__contains__, children)):
-                    self._attempt(complete, n, children)
+                    self._attempt(self._complete, n, children)
                     continue
-                stack.append((n, make))
-                stack.extend((c, complete) for c in reversed(self._before(n)) if c not in begun)
-            elif step is make:
-                self._attempt(make, n, self._before(n))
-                stack.append((n, fill_late))
-                stack.extend((c, complete) for c in reversed(states[n][2]) if c not in begun)
-            elif all(map(made.__contains__, states[n][2])):
-                self._attempt(fill_late, n, states[n][2])
+                stack.append((n, Step.MAKE))
+                next_ones = self._before(n)
+            elif step is Step.MAKE:
+                self._attempt(self._make, n, self._before(n))
+                stack.append((n, Step.FILL))
+                next_ones = states[n][2]
             else:
-                self._late.append(n)
-        for n in self._late:
-            self._attempt(fill_late, n, states[n][2])
-        self._late.clear()
+                if all(map(made.__contains__, states[n][2])):
+                    self._attempt(self._fill, n, states[n][2])
+                else:
+                    late.append(n)
+                continue
+            stack.extend((c, Step.BEGIN) for c in reversed(next_ones) if c not in begun)
+        for n in late:
+            self._attempt(self._fill, n, states[n][2])
         return made[root]
 
     def _before(self, n: int) -> tuple[int, ...]:
@@ -168,12 +178,8 @@ class Abandoned:
     """What an object is that was made and could not be filled."""
 
 
-def change(
-    value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool
-) -> None:
+def change(value: Any, before: State, state: State, children: list[Any], how: How) -> None:
     """Change an object in place, from the state ``before`` to ``state``.
-
-    ``arguments_differ``: the new state is that of an object made with other arguments.
 
     One of which all that is told are attributes of it keeps those that are not told: a lock that
     its protocol leaves out.
@@ -182,8 +188,8 @@ def change(
     known, names = _attributes_told(before[0], _loads(before[1])), _attributes_told(kind, said)
     for name in () if known is None or names is None else {*known} - {*names}:
         vars(value).pop(name, None)
-    if known is None or names is None or arguments_differ:
-        _fill_again(value, kind, said, children, arguments_differ=arguments_differ)
+    if known is None or names is None or how is How.IN_PLACE_WITH_ARGUMENTS:
+        _fill_again(value, kind, said, children, how)
     else:
         vars(value).update(_filled(said[4], iter(children[said[0] :]))[0])
 
@@ -239,16 +245,16 @@ def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
 
 
 def _fill_again(
-    value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False
+    value: Any, kind: str, said: Any, children: list[Any], how: How = How.IN_PLACE
 ) -> None:
-    """Fill an object that exists; first change what it is made of if ``arguments_differ``."""
+    """Fill an object that exists; with other arguments, make it first what these make."""
     setter, made_of = None, int(kind == "object")
     if made_of and type(value) is not children[0]:
         turn_into(value, make_plain, children[0])
     if kind == "reading":
         made_of, rest = said[0], iter(children)
         constructor, setter, changer = _filled(said[2], rest)
-        if arguments_differ:
+        if how is How.IN_PLACE_WITH_ARGUMENTS:
             changer(value, constructor, *_filled(said[3], rest))
     _fill(value, kind, said, iter(children[made_of:]), setter)
 

@@ -667,7 +667,7 @@ class Kept:
         self.all = {**self.places, **self.names}
         self.heap = heap or Heap(Reader(namespace), [namespace])
         self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
-        self.heap.mark()
+        self.heap.describe_as_here()
         self.heap.failed, self.heap.parted = {}, []
         self.next_region = applied.next_region
         reached = self.heap.reached(n for _, n in self.roots())

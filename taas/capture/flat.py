@@ -12,6 +12,7 @@ others a list.
 
 from __future__ import annotations
 
+import enum
 import gc
 import marshal
 import pickle
@@ -39,6 +40,16 @@ from taas.capture.tensors import content_of, is_array, is_tensor
 from taas.import_hooks import attribute_of, attributes_of
 
 State = tuple[str, bytes, tuple[int, ...]]
+
+
+class How(enum.Enum):
+    """How an object gets from the state that it was in to another one."""
+
+    IN_PLACE = "in place"
+    IN_PLACE_WITH_ARGUMENTS = "in place, as if it had been made with other arguments"
+    ANEW = "by a new object that takes its place"
+
+
 _Said = tuple[str, Any]
 
 _BOXES = frozenset({list, dict, tuple})

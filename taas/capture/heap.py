@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from taas.capture.flat import FlatStates, LeftAttribute, LeftOut, State
+from taas.capture.flat import FlatStates, How, LeftAttribute, LeftOut, State
 from taas.capture.holders import Left, holder_kinds, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange, Span
 from taas.capture.process_own import holds, is_of_process, leave_out, left_attributes
@@ -158,7 +158,7 @@ class Heap(FlatStates):
             ):
                 self.states[n] = ("same", _NO_BLOB, (m,))  # known here: a class, a dtype
 
-    def mark(self) -> None:
+    def describe_as_here(self) -> None:
         """Describe again what this side reads in another way than the sender.
 
         Such are tensors of other devices, and functions on this namespace.
@@ -291,21 +291,22 @@ class Heap(FlatStates):
         state = self._state_before(n)
         return self._meant(state[2][0]) if state is not None and state[0] == "same" else n
 
-    def change(self, before: State | None, now: State | None) -> bool | None:
-        """Tell whether a change includes other arguments; None if it cannot be done in place."""
+    def change(self, before: State | None, now: State | None) -> How:
+        """Return how an object that was ``before`` becomes what it is ``now``."""
         assert before is not None and now is not None
         if before[0] == now[0] and now[0] in ("list", "dict", "OrderedDict", "set", "object"):
-            return False
+            return How.IN_PLACE
         if now[0] == "object" and before[0] == "reading":
-            return False  # it has turned into an object of another class
+            return How.IN_PLACE  # it has turned into an object of another class
         if now[0] != "reading":
-            return None
+            return How.ANEW
         first, _, by, made, _ = marshal.loads(now[1])  # noqa: S302  our own
         if before[0] == "reading":
             first_before, _, *making, _ = marshal.loads(before[1])  # noqa: S302
             if making == [by, made] and self._are_same(before[2][:first_before], now[2][:first]):
-                return False
-        return None if by[2] is None else True  # it has a changer
+                return How.IN_PLACE
+        has_changer = by[2] is not None
+        return How.IN_PLACE_WITH_ARGUMENTS if has_changer else How.ANEW
 
     def reached(
         self,
