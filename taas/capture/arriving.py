@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.cells import cell_numbers, dress, keys_without_a_name, users_names
-from taas.capture.flat import How, LeftOut, Lost
+from taas.capture.comparing import compare, refuse, renumber
+from taas.capture.flat import LeftOut, Lost
 from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, few_words_of, no_collection
 from taas.capture.holders import (
     all_holders,
@@ -243,7 +244,6 @@ _SMALL = 4096
 """Bytes of a part that is not worth leaving behind."""
 _BESIDE = 1 << 20
 """Bytes that an answer has beside its parts, at most."""
-_WHOLE = frozenset({"tuple", "frozenset"})
 _told_parted: dict[tuple[int, str], int] = {}
 """What this process has told of attributes that stay with it: by object and name, the id of what
 was there.
@@ -264,9 +264,20 @@ class CellChanges:
         self._known = arrival.known
         self._lost = self._keys_lost()
         self._named: set[str] = set()  # among the lost, with all that is in them
-        self._changed: dict[int, How] = {}  # what changes in place, by number
-        self._anew: dict[int, int] = {}  # the new numbers of what is made anew
         self._places_now = holders(arrival.project)
+        self._describe()
+        self._roots, self._places = self._number_roots()
+        self._heap.leave_out(roots=self._roots)
+        self._diff = compare(self._heap, self._known, arrival.known_before)
+        self._tell_left_out()
+        renumber(self._heap, self._diff, self._known, arrival.known_before)
+        self._roots = self._diff.roots_now(self._roots)
+        self._places = self._diff.roots_now(self._places)
+        self._held_back = self._refuse()
+        self._tell_parted()
+
+    def _describe(self) -> None:
+        """Describe all objects that were there before the cell as they are now."""
         left_out.clear()
         tell_again()
         staying = {cls for cls in {*map(type, self._heap.objects)} if stays(cls)}
@@ -275,16 +286,9 @@ class CellChanges:
             for n, value in enumerate(self._heap.objects)
             if n != NAMESPACE and type(value) not in staying
         ]
-        reader = Reader(namespace, project=arrival.project, unwrap=True)
+        reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
         self._heap.left, self._heap.parted = {}, []
         self._heap.describe_after(known, reader, self._known)
-        self._number_roots()
-        self._heap.leave_out(roots=self._roots)
-        self._compare()
-        self._tell_left_out()
-        self._number_anew()
-        self._held_back = self._without_refused()
-        self._tell_parted()
 
     def _keys_lost(self) -> list[Lost]:
         """Name what the cell has put under keys of the namespace that are no names."""
@@ -313,7 +317,9 @@ class CellChanges:
         arrival, heap = self._arrival, self._heap
         wanted = self._wanted()
         changed = [
-            n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)
+            n
+            for n in self._diff.changed
+            if n not in self._held_back and (wanted is None or n in wanted)
         ]
         bound = self._bound()
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
@@ -328,7 +334,7 @@ class CellChanges:
             "roots": bound,
             "places": self._places,
             "states": {n: heap.states[n] for n in sorted(sent)},
-            "changed": {n: (heap.states[n], self._changed[n].value) for n in changed},
+            "changed": {n: (heap.states[n], self._diff.changed[n].value) for n in changed},
             "next": len(heap.objects),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
@@ -346,9 +352,9 @@ class CellChanges:
         if last:
             arrival.memory.stretches |= memory.stretches
             arrival.next_region += len(memory.stretches)
-            heap.end_after(self._known, sent, self._anew, self._held_back)
+            heap.end_after(self._known, sent, self._diff.new_numbers, self._held_back)
         else:
-            heap.take_back(arrival.known_before, self._anew)
+            heap.take_back(arrival.known_before, self._diff.new_numbers)
         return fd
 
     def _patches(self, wanted: set[int] | None) -> list[tuple[int, int, memoryview]]:
@@ -369,12 +375,12 @@ class CellChanges:
             total -= nbytes
             if total + _BESIDE <= short.fits:
                 break
-        self._held_back = self._without_refused()
+        self._held_back = self._refuse()
 
     def _parts(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return the parts of the answer that can stay behind: their bytes, and their objects."""
         heap, memory = self._heap, self._arrival.memory
-        changed = [n for n in self._changed if n not in self._held_back]
+        changed = [n for n in self._diff.changed if n not in self._held_back]
         roots = [*self._bound().values(), *self._places.values(), *changed]
         sent = {n for n in heap.reached(roots, self._held_back) if n >= self._known}
         parts: list[tuple[int, tuple[int, ...]]] = [
@@ -393,7 +399,7 @@ class CellChanges:
 
     def _bound(self) -> dict[str, int]:
         """Return the names that the notebook binds anew: rebound, or bound to what is made anew."""
-        made = {*self._anew.values()}
+        made = {*self._diff.new_numbers.values()}
         bound = {
             name: n
             for name, n in self._roots.items()
@@ -496,7 +502,7 @@ class CellChanges:
     def _tell_parted(self) -> None:
         """Report the attributes that stay with this process, each once in all ``--keep`` cells."""
         heap, new = self._heap, []
-        roots = [*self._roots.values(), *self._places.values(), *self._changed]
+        roots = [*self._roots.values(), *self._places.values(), *self._diff.changed]
         comes = heap.reached(roots, self._held_back)
         for one in heap.parted:
             if heap.number.get(id(one.holder)) not in comes:
@@ -509,96 +515,54 @@ class CellChanges:
             Lost(told, "each process has its own; the rest came back") for told in few_words_of(new)
         ]
 
-    def _compare(self) -> None:
-        heap = self._heap
-        for n in range(NAMESPACE + 1, self._arrival.known_before):
-            before, now = heap.before[n], heap.states[n]
-            if now is before or before is None or n in heap.failed:
-                continue
-            by_name = now is not None and now[0] == "global"  # a module holds it now
-            if by_name or heap.is_same(n):
-                heap.states[n] = before  # by the numbers that both sides know
-                continue
-            how = heap.change(before, now) if n < self._known else How.ANEW
-            if how is How.ANEW:
-                self._anew[n] = -1
-            else:
-                self._changed[n] = how
-
-    def _number_roots(self) -> None:
+    def _number_roots(self) -> tuple[dict[str, int], dict[str, int]]:
         """Number all roots: names, the cell's last value (under an empty name), and places."""
         arrival, heap = self._arrival, self._heap
-        found = {}
+        found, places = dict[str, int](), dict[str, int]()
         for name, item in self._visible.items():
             if (name in self._rebound and self._is_returned(name)) or id(item) in heap.number:
                 found[name] = heap.enter(item)
-        self._places: dict[str, int] = {}
         if arrival.returned is None:
             found |= {"": heap.enter(self._value)} if self._value is not NOTHING else {}
             new = self._places_now.keys() - arrival.places_before.keys()
-            self._places = {name: heap.enter(self._places_now[name]) for name in sorted(new)}
+            places = {name: heap.enter(self._places_now[name]) for name in sorted(new)}
         heap.walk()
-        self._roots = dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
+        roots = dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
+        return roots, places
 
     def _of(self, numbers: Container[int]) -> list[str]:
         """Return the names and places of some objects."""
         return [name for name, n in (self._roots | self._places).items() if n in numbers]
 
-    def _number_anew(self) -> None:
-        """Renumber what cannot change in place; its holders get new contents or numbers, too."""
-        heap, again = self._heap, bool(self._anew)
-        for n in self._anew:
-            self._anew[n] = heap.renumber(n)
-        while again:
-            again = False
-            for n, state in enumerate(heap.states):  # grows
-                if state is None or n in self._anew or self._anew.keys().isdisjoint(state[2]):
-                    continue
-                children = tuple(self._anew.get(child, child) for child in state[2])
-                before, heap.states[n] = state, (*state[:2], children)
-                if n >= self._arrival.known_before:
-                    continue
-                is_whole = state[0] in _WHOLE or n >= self._known
-                how = How.ANEW if is_whole else heap.change(before, heap.states[n])
-                if how is How.ANEW:
-                    self._anew[n] = heap.renumber(n)
-                    self._changed.pop(n, None)
-                    again = True
-                elif self._changed.get(n) is not How.IN_PLACE_WITH_ARGUMENTS:
-                    self._changed[n] = how
-        for numbers in (self._roots, self._places):
-            numbers |= {name: self._anew[n] for name, n in numbers.items() if n in self._anew}
+    def _refuse(self) -> set[int]:
+        """Return what stays as it was, since a part of it cannot travel; name it to the user.
 
-    def _without_refused(self) -> set[int]:
-        """Drop names and places with a part that cannot travel; return what is held back.
-
-        Each of them is named to the user.
+        What is new to the notebook is left out, with the names and places that hold it.
         """
-        heap, known, roots = self._heap, self._known, self._roots | self._places
-        new = heap.holding(heap.failed, range(known, len(heap.objects))) if heap.failed else set()
-        refused = {
-            n for n in self._changed if not new.isdisjoint((heap.states[n] or NO_STATE)[2])
-        } | new
-        held_back = heap.held_back(refused, roots.values())
-        told = self._of(held_back)
-        reached = heap.reached(roots[name] for name in told)
-        for n in [*heap.failed] if refused else ():
-            if (
-                n not in reached
-            ):  # no name stays whole for it, but one has it somewhere in a container
-                around = self._of(heap.holding([n], range(len(heap.objects))))[:1]
-                told += [name for name in around if name not in told]
-        told = [name for name in told if name not in self._named]
-        self._named.update(told)
-        for name in told:
-            is_new = (
-                roots[name] in new or roots[name] >= known
-            )  # the notebook has nothing in its place
+        heap, roots = self._heap, self._roots | self._places
+        new, held_back = refuse(heap, self._diff, self._known, roots.values())
+        for name in self._refused_names(held_back, is_any=bool(new)):
+            self._named.add(name)
+            # the notebook has nothing in its place
+            is_new = roots[name] in new or roots[name] >= self._known
             why = self._why(name) + ("" if is_new else AS_BEFORE)
             self._lost.append(Lost(name or "the cell's last value", why, name))
             if is_new:
                 (self._roots if name in self._roots else self._places).pop(name)
         return held_back
+
+    def _refused_names(self, held_back: set[int], *, is_any: bool) -> list[str]:
+        """Return the names and places that have to be named for what is refused, once each."""
+        heap, roots = self._heap, self._roots | self._places
+        found = self._of(held_back)
+        reached = heap.reached(roots[name] for name in found)
+        for n in [*heap.failed] if is_any else ():
+            if n in reached:
+                continue
+            # No name stays whole for it, but one has it somewhere in a container.
+            around = self._of(heap.holding([n], range(len(heap.objects))))[:1]
+            found += [name for name in around if name not in found]
+        return [name for name in found if name not in self._named]
 
     def _why(self, name: str) -> str:
         value = self._visible.get(name, self._places_now.get(name, self._value))

@@ -334,7 +334,7 @@ class Heap(FlatStates):
         self, numbers: Iterable[int], among: Iterable[int], last: Container[int] = ()
     ) -> set[int]:
         """Return the objects and all that holds them, directly or not; stop above ``last``."""
-        holders = self._holders(among)
+        holders = self.holders(among)
         found, waiting = set(numbers), [*numbers]
         while waiting:
             new = [n for n in holders.get(waiting.pop(), ()) if n not in found]
@@ -342,7 +342,7 @@ class Heap(FlatStates):
             waiting += [n for n in new if n not in last]
         return found
 
-    def _holders(self, among: Iterable[int]) -> dict[int, list[int]]:
+    def holders(self, among: Iterable[int]) -> dict[int, list[int]]:
         """Return which objects, of some, hold an object, by its number."""
         holders: dict[int, list[int]] = {}
         for n in among:
@@ -396,7 +396,7 @@ class Heap(FlatStates):
         }
         if not reasons:
             return False
-        holders = self._holders(range(first, len(self.objects)))
+        holders = self.holders(range(first, len(self.objects)))
         changed: set[int] = set()
         waiting = [*reasons]
         while waiting:
