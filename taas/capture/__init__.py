@@ -21,8 +21,9 @@ In a rank::
 
 from taas.capture.applying import NOTHING, Applied
 from taas.capture.arriving import Arrival, arrive, rebind_answer
-from taas.capture.capturing import Capture, Kept, capture
+from taas.capture.capturing import Capture, capture
 from taas.capture.cells import check_syntax, python_of
+from taas.capture.kept import Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.payload import PayloadHeader, check_versions, peek
 from taas.capture.process_bound import Place

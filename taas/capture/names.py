@@ -80,6 +80,11 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
     return needs
 
 
+def names_bound_by(cell: str) -> set[str] | None:
+    """Return the names that a cell may bind; None if any may be."""
+    return needs_of(cell, {}).binds
+
+
 class _Reader(ast.NodeVisitor):
     """Reads code in the order in which it runs; ``touched`` are the names it may have bound."""
 

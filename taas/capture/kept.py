@@ -1,0 +1,235 @@
+"""What kept ranks hold, and what of it holds still for the next cell.
+
+After a cell both sides know the same objects under the same numbers: what travelled, and what came
+back. The next payload goes on behind them. It names nothing by an older number, since other ranks
+than 0 do not know the numbers of an answer; an object that a name of the ranks is bound to goes by
+this name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from taas.capture.applying import Applied
+from taas.capture.cells import typed_cells
+from taas.capture.heap import NAMESPACE, Heap, is_constant
+from taas.capture.holders import holders
+from taas.capture.memory import MemorySnapshot, MemoryTable, Stretch, overlapping
+from taas.capture.names import names_bound_by
+from taas.capture.process_own import tell_what_changed
+from taas.capture.reader import Reader
+from taas.capture.reading import ATOMS
+from taas.wording import first_line
+
+NONE = object()
+"""What the notebook has where it lacks a name."""
+UNSURE = object()
+"""What it would have to have under a name of which nobody is sure what the ranks have."""
+
+
+class Kept:
+    """What the ranks hold after a cell: the names, places, and the notebook's objects for them.
+
+    ``own`` are names under which the ranks have something else: what could not come back.
+    """
+
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        project: str = "",
+        names: dict[str, Any] | None = None,
+        own: Collection[str] = (),
+        places: dict[str, Any] | None = None,
+        heap: Heap | None = None,
+        applied: Applied | None = None,
+        before: Kept | None = None,
+    ) -> None:
+        applied = applied or Applied()
+        self.is_known = names is not None  # else ranks may hold what nobody here knows of
+        self.names, self.cells, self.project = names or {}, len(typed_cells()), project
+        self.own, self.wrapped, self.places = (
+            frozenset(own),
+            frozenset(applied.wrapped),
+            places or {},
+        )
+        self.all = {**self.places, **self.names}
+        self.heap = heap or Heap(Reader(namespace), [namespace])
+        self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
+        self.heap.describe_as_here()
+        self.heap.failed, self.heap.parted = {}, []
+        self.next_region = applied.next_region
+        reached = self.heap.reached(n for _, n in self.roots())
+        self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
+        # by number: what cannot be described here, so nobody can tell later whether it has changed
+        self.unreadable = self.heap.unreadable(reached - {NAMESPACE})
+        self._unreadable_before = before.unreadable_ids if before else set[int]()
+        used = MemoryTable(applied.memory, ()).regions_of(
+            self.heap.memories_among(reached).values()
+        )
+        self.stretches = {n: stretch for n, stretch in applied.memory.items() if n in used}
+        self.snapshot: MemorySnapshot = MemorySnapshot(
+            self.stretches, before.snapshot if before else None
+        )
+
+    @property
+    def unreadable_ids(self) -> set[int]:
+        """The ids of what cannot be compared."""
+        return {id(self.heap.objects[n]) for n in self.unreadable}
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the user: what the ranks keep, whatever the notebook does to it."""
+        roots, found = dict(self.roots()), []
+        for n, error in self.unreadable.items():
+            way = self.heap.way_to({n}, roots)
+            if way is not None and id(self.heap.objects[n]) not in self._unreadable_before:
+                why = f"{type(error).__name__}: {first_line(error)}"
+                found.append(
+                    f"{way[0]} came, but its class cannot say here what is in it ({why}). The ranks"
+                    " keep theirs: change it in cells with --keep, not in the notebook."
+                )
+        return found
+
+    def roots(self) -> list[tuple[str, int]]:
+        """Return the names and places that have a number: those that travelled there or back."""
+        number = self.heap.number
+        return [
+            (name, number[id(value)]) for name, value in self.all.items() if id(value) in number
+        ]
+
+
+class Held:
+    """The names and places of the ranks that still hold for one cell.
+
+    One holds if the notebook has neither rebound it nor changed what is in it.
+
+    A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. Nor
+    does what is to travel ``anew``.
+    """
+
+    def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:
+        self.kept = kept
+        never = {id(value) for value in anew}
+        here = {**namespace, **(holders(kept.project) if kept.places else {})}
+        bound = {name for name in _bound_since(kept) if type(kept.names.get(name)) in ATOMS}
+        self._holds = {
+            name
+            for name, value in kept.all.items()
+            if here.get(name, NONE) is value and name not in bound and id(value) not in never
+        }
+        self.inside = {
+            name: kept.heap.reached([n]) for name, n in kept.roots() if name in self._holds
+        }
+        self._where = MemoryTable(kept.stretches, ()).places()
+        memories = kept.heap.memories_among(self._numbers).items()
+        self._regions = {n: {*overlapping(self._where, *memory)} for n, memory in memories}
+        self._let_go(
+            self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None}
+        )
+
+    @property
+    def names(self) -> set[str]:
+        """The names that hold."""
+        return self._holds & self.kept.names.keys()
+
+    @property
+    def places(self) -> set[str]:
+        """The modules, loggers and formatters that do."""
+        return self._holds & self.kept.places.keys()
+
+    @property
+    def named(self) -> dict[int, str]:
+        """What goes by a name of the ranks, by its id."""
+        kept, names = self.kept, self.names - self.kept.own
+        by_wrapped = sorted(names, key=lambda name: name not in kept.wrapped)
+        return {
+            id(kept.names[name]): name for name in by_wrapped if type(kept.names[name]) not in ATOMS
+        }
+
+    @property
+    def _numbers(self) -> set[int]:
+        return set().union(*self.inside.values())
+
+    def _changed(self) -> set[int]:
+        """Return the numbers of what is another now than after the last cell."""
+        kept, heap, numbers = self.kept, self.kept.heap, self._numbers
+        length = len(heap.objects)
+        tell_what_changed()
+        try:
+            heap.describe_after(numbers, heap.reader)
+            asked = numbers - kept.unreadable.keys()
+            found = {n for n in asked if n in heap.failed or not heap.is_same(n)}
+        finally:  # also after an interrupt: the next cell compares with the same
+            heap.take_back(length)
+        changed = kept.snapshot.changed(kept.stretches)
+        return found | self._looking_into({n for n in kept.stretches if changed.get(n, True)})
+
+    def _looking_into(self, regions: set[int]) -> set[int]:
+        return {n for n, own in self._regions.items() if not own.isdisjoint(regions)}
+
+    def _let_go(self, dirty: set[int]) -> bool:
+        gone = {name for name, inside in self.inside.items() if not inside.isdisjoint(dirty)}
+        self._holds -= gone
+        self.inside = {name: inside for name, inside in self.inside.items() if name not in gone}
+        return bool(gone)
+
+    def let_go(self, heap: Heap) -> bool:
+        """Let names go that have parts in what travels; tell whether there are any."""
+        kept, numbers = self.kept.heap, self._numbers
+        ids = {
+            id(kept.objects[n]): n
+            for n in numbers
+            if not is_constant(
+                kept.objects[n], kept.states[n]
+            )  # all tensors have torch.float32 in common
+        }
+        shared, regions = set[int](), set[int]()
+        for n in range(len(kept.objects), len(heap.objects)):
+            kind, value = (heap.states[n] or ("",))[0], heap.objects[n]
+            if kind == "memory":
+                regions |= {*overlapping(self._where, value.address, value.nbytes)}
+            elif kind not in ("", "name") and id(value) in ids:
+                shared.add(ids[id(value)])
+        return self._let_go(shared | (self._looking_into(regions) & numbers))
+
+    @property
+    def objects(self) -> list[Any]:
+        """What both sides know already, by number: what is not held is left out."""
+        known = self._numbers | {NAMESPACE}
+        return [value if n in known else None for n, value in enumerate(self.kept.heap.objects)]
+
+    def memory(self) -> dict[int, Stretch]:
+        """Return the memory that is held, by region."""
+        used = set().union(*(self._regions.get(n, ()) for n in self._numbers))
+        return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
+
+    def told(self, sent: Collection[str]) -> dict[str, Any]:
+        """Return what the ranks are told: what holds, and which names they delete.
+
+        Where the notebook does not know what they hold, they delete all names: after an interrupt
+        while a cell was captured, or while what came back was unpacked.
+        """
+        deleted = sorted(self.kept.names.keys() - self.names - {*sent})
+        return {
+            "names": sorted(self.names),
+            "deleted": deleted if self.kept.is_known else None,
+            "numbers": sorted(self._numbers),
+            "regions": [*self.memory()],
+        }
+
+
+def _bound_since(kept: Kept) -> set[str]:
+    """Return what the notebook's cells have bound since, as far as their code says it.
+
+    Only of constants that is asked: one that is bound anew is the same object as before, if it has
+    the same value. Where the code does not say what it binds (a magic, ``exec``), a constant with
+    the value that the notebook had is taken to be the one that it was: each rank keeps its own, as
+    ``rank``, which else would become rank 0's.
+    """
+    found: set[str] = set()
+    for cell in typed_cells()[kept.cells : -1]:
+        with contextlib.suppress(SyntaxError):
+            found |= names_bound_by(cell) or set()
+    return found
