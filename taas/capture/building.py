@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from taas.capture.flat import How, State
+from taas.capture.flat import REF, How, OfReading, State
 from taas.capture.memory import MemoryTable
 from taas.capture.reading import find, make_plain, set_insides, turn_into
 
@@ -111,7 +111,10 @@ class Builder:
             return children
         if kind == "object":
             return children[:1]
-        return children[: self._told(n)[0]] if kind == "reading" else ()
+        if kind == "reading":
+            made_of, *_ = self._told(n)
+            return children[:made_of]
+        return ()
 
     def _told(self, n: int) -> Any:
         if n not in self._open:
@@ -165,7 +168,8 @@ class Builder:
         kind, _, children = self.states[n]
         said = self._told(n)
         del self._open[n]
-        if kind != "reading" or said[1] is not None:
+        has_state = kind != "reading" or OfReading._make(said).is_attributes is not None
+        if has_state:
             _fill_again(self.made[n], kind, said, [self.made[c] for c in children])
 
     def _new(self, kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
@@ -191,46 +195,58 @@ def change(value: Any, before: State, state: State, children: list[Any], how: Ho
     if known is None or names is None or how is How.IN_PLACE_WITH_ARGUMENTS:
         _fill_again(value, kind, said, children, how)
     else:
-        vars(value).update(_filled(said[4], iter(children[said[0] :]))[0])
+        made_of, _, _, _, state_said = said
+        vars(value).update(_filled(state_said, iter(children[made_of:]))[0])
 
 
 def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
     """Return the names of what an own protocol said, if that is attributes alone."""
-    if kind != "reading" or not said[1]:
+    if kind != "reading":
         return None
-    told = said[4][0]
-    if type(told) is tuple:  # a dict with parts that have numbers, or a large one
-        told = told[2][0] if type(told[2]) is tuple else told[2]
-    return [*told]
+    _, is_attributes, _, _, state_said = said
+    if not is_attributes:
+        return None
+    told = state_said[0]
+    if type(told) is not tuple:
+        return [*told]
+    # An inline dict; of one with parts that have numbers, keys and values stand apart.
+    _, _, items = told
+    return [*(items[0] if type(items) is tuple else items)]
 
 
 # ------------------------------------------------ what blobs say; ``rest`` are an object's children
+#
+# ``said`` is what a blob says: of kind ``reading`` an ``OfReading``, of kind ``object`` an
+# ``OfObject``, which marshal has made plain tuples.
 
 
 def _filled(values: Any, rest: Iterator[Any]) -> Any:
-    """Return a blob's items with each ``...`` replaced by the next child.
+    """Return a blob's items with each ``REF`` replaced by the next child.
 
     Inline objects are made.
     """
     if type(values) is list:
         return values
-    return [next(rest) if v is ... else _inner(v, rest) if type(v) is tuple else v for v in values]
+    return [next(rest) if v is REF else _inner(v, rest) if type(v) is tuple else v for v in values]
 
 
-def _inner(said: tuple[Any, ...], rest: Iterator[Any]) -> Any:
-    if said[:1] != (...,):
-        return said
-    _, kind, inner = said
-    value, setter = _new(kind, inner, rest)
-    _fill(value, kind, inner, rest, setter)
+def _inner(part: tuple[Any, ...], rest: Iterator[Any]) -> Any:
+    """Return what a tuple in a blob means: an inline object, or itself."""
+    if not part or part[0] is not REF:
+        return part
+    _, kind, said = part  # as ``inline`` writes it
+    value, setter = _new(kind, said, rest)
+    _fill(value, kind, said, rest, setter)
     return value
 
 
 def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
     """Make an object; return it, and what gives it its state, if that is not what a new one has."""
     if kind == "reading":
-        constructor, setter, _ = _filled(said[2], rest)
-        return constructor(*_filled(said[3], rest)), None if said[1] is None else setter
+        _, is_attributes, by, arguments, _ = said
+        constructor, setter, _ = _filled(by, rest)
+        made = constructor(*_filled(arguments, rest))
+        return made, None if is_attributes is None else setter
     if kind in _BOXES:
         return _BOXES[kind](), None
     if kind == "object":
@@ -252,24 +268,26 @@ def _fill_again(
     if made_of and type(value) is not children[0]:
         turn_into(value, make_plain, children[0])
     if kind == "reading":
-        made_of, rest = said[0], iter(children)
-        constructor, setter, changer = _filled(said[2], rest)
+        made_of, _, by, arguments, _ = said
+        rest = iter(children)
+        constructor, setter, changer = _filled(by, rest)
         if how is How.IN_PLACE_WITH_ARGUMENTS:
-            changer(value, constructor, *_filled(said[3], rest))
+            changer(value, constructor, *_filled(arguments, rest))
     _fill(value, kind, said, iter(children[made_of:]), setter)
 
 
 def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) -> None:
     if kind == "object":
-        names, held, slots, inside = said
+        names, values, slots, slot_values = said
         attributes = None
         if names is not None:
             keys = _interned(_filled(names, rest))
-            attributes = dict(zip(keys, _filled(held, rest), strict=True))
-        set_insides(value, (attributes, dict(zip(slots, _filled(inside, rest), strict=True))))
+            attributes = dict(zip(keys, _filled(values, rest), strict=True))
+        set_insides(value, (attributes, dict(zip(slots, _filled(slot_values, rest), strict=True))))
     elif kind == "reading":
         if setter is not None:
-            setter(value, None if said[1] is None else tuple(_filled(said[4], rest)))
+            _, is_attributes, _, _, state = said
+            setter(value, None if is_attributes is None else tuple(_filled(state, rest)))
     elif kind == "list":
         value[:] = _filled(said, rest)
     elif kind in ("dict", "OrderedDict"):

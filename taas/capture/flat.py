@@ -1,13 +1,34 @@
 """Flat states: what an object consists of, with numbers in place of other objects.
 
-A **flat state** is ``(kind, blob, children)``. ``blob`` is a marshal text (version 2, which has no
-references, so that equal values have equal bytes, and ``1``, ``1.0`` and ``True`` differ) of all
-that needs no identity; ``...`` in it stands for the next of ``children``, which are numbers. What
-needs no identity: numbers and texts, tuples of such, and a plain list or dict that only its one
-parent holds; its reference count says so. A large plain subtree is looked at level by level, in a
-few calls of C. Nor does what a protocol makes afresh to be pickled, and nobody else holds:
-``(..., kind, what its own blob would say)``. Items among which ``...`` is are a tuple in the blob,
-others a list.
+A **flat state** is ``(kind, blob, children)``. The blob is a marshal text of all that needs no
+identity. It is of version 2, which has no references, so that equal values have equal bytes, and
+``1``, ``1.0`` and ``True`` differ. The children are the numbers of all other objects in it, in the
+order in which the blob has them: :data:`REF` stands there for each.
+
+No identity is needed by
+
+* numbers and texts, and tuples of such;
+* a plain list or dict that only its one parent holds, as its reference count says. A large plain
+  subtree is looked at level by level, in a few calls of C;
+* what a protocol makes afresh to be pickled, and nobody else holds: it stands in the blob as
+  :func:`inline` writes it.
+
+Items among which there is a ``REF`` or an inline object are a tuple in the blob, others a list.
+
+An example: ``box = [tensor, box, "a"]``. With ``box`` under number 1, and what else there is under
+the numbers that follow, the states are::
+
+    1  ("list",    (REF, REF, "a"),                                       (2, 1))
+    2  ("reading", (6, None, (REF, REF, REF),                             (3, 4, 5,
+                    (REF, REF, REF, 0, (3,), (1,), False, False, "cpu"), []),
+                                                                           6, 7, 8))
+    3  ("global",  ("taas.capture.tensors", "_make_tensor"),              ())
+       … 4, 5: what sets and what changes it; 6: ("torch", "Tensor"); 8: ("torch", "float32")
+    7  ("memory",  (address, nbytes),                                     ())
+
+State 2 is an :class:`OfReading`: the tensor is made by object 3 of its class, its memory, its dtype
+and six plain arguments, and has no state beside. ARCHITECTURE.md follows ``box`` to a rank and
+back.
 """
 
 from __future__ import annotations
@@ -51,11 +72,49 @@ class How(enum.Enum):
 
 
 _Said = tuple[str, Any]
+"""The kind of an object, and what its blob says before it is marshalled."""
+
+REF = ...
+"""In a blob: the next of the children."""
+
+
+def inline(said: _Said) -> tuple[Any, ...]:
+    """Return how an object without a number stands in the blob of its parent.
+
+    No value begins in this way: ``...`` itself goes by its name, and so has a number.
+    """
+    return (REF, *said)
+
+
+class OfReading(NamedTuple):
+    """What the blob of an object says whose kind is ``reading`` (:class:`reading.Reading`)."""
+
+    made_of: int  # so many of its children it is made of; the others belong to its state
+    is_attributes: bool | None  # whether its state is attributes of it; None: it has no state
+    by: Any  # constructor, setter and changer
+    arguments: Any
+    state: Any
+
+
+class OfObject(NamedTuple):
+    """What the blob of an object says whose kind is ``object``: its class is its first child."""
+
+    names: Any  # of its attributes; None for an object without a ``__dict__``
+    values: Any
+    slots: Any  # the names of those that have a value
+    slot_values: Any
+
+
+class Fresh(enum.Enum):
+    """Whether an object was made only to be described, so that nobody else can hold it."""
+
+    NO = "others may hold it"
+    MADE = "a protocol made it, maybe of parts that others hold"
+    STATE = "it is the state itself, or right in it; tensors in it are described by their values"
+
 
 _BOXES = frozenset({list, dict, tuple})
 _PLAIN = ATOMS | _BOXES
-_OF_STATE = 2
-"""What is right in a state: made afresh as it is, with its memory."""
 _NUMBERED = (MemoryRange, types.FunctionType, type)
 """What has a number, even if it was made afresh: memory, and code, which uses names."""
 _LARGE = 8
@@ -256,10 +315,10 @@ class FlatStates:
         self.memories = {key: n for key, n in self.memories.items() if n not in numbers}
         self.failed = {n: error for n, error in self.failed.items() if n not in numbers}
 
-    # What follows returns the kind of a value and what its blob says; ``children`` get those that
-    # it has beside. ``fresh``: a protocol has made it, and may have made what is in it.
+    # What follows returns the kind of a value and what its blob says; ``children`` get the numbers
+    # of what is in it.
 
-    def _said(self, value: Any, children: list[int], *, fresh: int = 0) -> _Said:
+    def _said(self, value: Any, children: list[int], *, fresh: Fresh = Fresh.NO) -> _Said:
         if (name := self.named.get(id(value))) is not None:
             return "name", name
         if (held := self._held.get(id(value))) is not None:
@@ -270,7 +329,7 @@ class FlatStates:
         reader = self.reader.reader_of(type(value))
         if reader is read_plain:
             return self._plain(value, children)
-        reading = content_of(value) if fresh else None
+        reading = content_of(value) if fresh is not Fresh.NO else None
         if reading is None and reader is not None:
             reading = reader(value)
         if reading is None:
@@ -280,17 +339,17 @@ class FlatStates:
             return "same", None
         return self._reading(value, reading, children)
 
-    def _list(self, value: Any, children: list[int], fresh: int) -> _Said:
+    def _list(self, value: Any, children: list[int], fresh: Fresh) -> _Said:
         kind = type(value).__name__
         is_list = kind == "list"
         if len(value) > _LARGE and (
             _is_alone_inside(value) if is_list else _atomic(map(type, value))
         ):
             return kind, value if is_list else [*value]
-        fresh = fresh == _OF_STATE or (fresh and _has_no_memory(value))
-        return kind, self._split([*value], children, fresh=fresh, inline=is_list)
+        inside = _freshness_inside(fresh, value)
+        return kind, self._split([*value], children, fresh=inside, may_change=is_list)
 
-    def _dict(self, value: Any, children: list[int], fresh: int) -> _Said:
+    def _dict(self, value: Any, children: list[int], fresh: Fresh) -> _Said:
         """Describe a dict, or an OrderedDict, of which a module has ten."""
         kind = type(value).__name__
         if kind != "dict" and vars(value):
@@ -299,16 +358,16 @@ class FlatStates:
         if kind == "dict" and len(value) > _LARGE and _is_alone_inside(value):
             return kind, value
         keys = self._split([*value], children)
-        fresh = fresh == _OF_STATE or (fresh and _has_no_memory(value.values()))
-        return kind, (keys, self._split([*value.values()], children, fresh=fresh))
+        inside = _freshness_inside(fresh, value.values())
+        return kind, (keys, self._split([*value.values()], children, fresh=inside))
 
-    def _set(self, value: Any, children: list[int], _: int) -> _Said:
+    def _set(self, value: Any, children: list[int], _: Fresh) -> _Said:
         kind = type(value).__name__
         if _atomic(map(type, value)):
             return kind, (value, [])
         plain = {item for item in value if self._is_inline_item(item)}
         own: list[int] = []
-        others = self._split([item for item in value if item not in plain], own, inline=False)
+        others = self._split([item for item in value if item not in plain], own, may_change=False)
         children += sorted(own)  # they are in no order
         return kind, (plain, others)
 
@@ -323,27 +382,28 @@ class FlatStates:
         names = None if told is None else self._split([*told], children)
         # no copy of the dict: it would count as another holder of what is in it
         held = self._split([(attributes or {})[name] for name in told or ()], children)
-        return "object", (names, held, [*slots], self._split([*slots.values()], children))
+        inside = self._split([*slots.values()], children)
+        return "object", tuple(OfObject(names, held, [*slots], inside))
 
     def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Said:
         before = len(children)
-        by = self._split(
-            [reading.constructor, reading.setter, reading.changer], children, fresh=True
-        )
-        made = self._split([*reading.arguments], children, fresh=True, inline=False)
-        first = len(children) - before
+        functions = [reading.constructor, reading.setter, reading.changer]
+        by = self._split(functions, children, fresh=Fresh.MADE)
+        made = self._split([*reading.arguments], children, fresh=Fresh.MADE, may_change=False)
+        made_of = len(children) - before
         if reading.state is None:
-            return "reading", (first, None, by, made, [])
+            return "reading", tuple(OfReading(made_of, None, by, made, []))
         own = attributes_of(value)
         parts = [{**own} if part is own is not value else part for part in reading.state]
         if left_attributes:
             for index, part in enumerate(parts):
                 if type(part) is dict:
                     parts[index] = {name: part[name] for name in names_told(value, part)}
-        told = self._split(parts, children, fresh=_OF_STATE)
-        return "reading", (first, _are_attributes(value, reading), by, made, told)
+        told = self._split(parts, children, fresh=Fresh.STATE)
+        is_attributes = _are_attributes(value, reading)
+        return "reading", tuple(OfReading(made_of, is_attributes, by, made, told))
 
-    def _builtin(self, function: Any, children: list[int], _: int) -> _Said:
+    def _builtin(self, function: Any, children: list[int], _: Fresh) -> _Said:
         """Describe a built-in: by its name in its module, else as a method of its owner.
 
         Most methods say no module, and all that are loaded would be looked through for each. So the
@@ -366,14 +426,18 @@ class FlatStates:
         return "global", (module, name)
 
     def _split(
-        self, values: list[Any], children: list[int], *, fresh: int = 0, inline: bool = True
+        self,
+        values: list[Any],
+        children: list[int],
+        *,
+        fresh: Fresh = Fresh.NO,
+        may_change: bool = True,
     ) -> list[Any] | tuple[Any, ...]:
-        """Return values with ``...`` for each one that has a number; ``children`` gets the numbers.
+        """Return values with a ``REF`` for each one that has a number, which ``children`` gets.
 
-        The result is a tuple if there is any ``...`` in it, else a list.
-
-        ``fresh``: a protocol has made what nobody else holds. ``inline``: what can change may stand
-        in the blob; not in a constant's.
+        The result is a tuple if there is any, or an inline object, in it; else a list. ``fresh``:
+        what the values are that nobody else holds. ``may_change``: containers that can change may
+        stand in the blob; not in that of a constant, which no new one would replace.
         """
         few = len(values) <= _LARGE
         if _atomic(map(type, values)) and not (
@@ -381,19 +445,20 @@ class FlatStates:
         ):
             return values
         number, out, marked = self.number, list[Any](), False
+        is_fresh = fresh is not Fresh.NO
         for value, count in _with_counts(values):
             kind, alone = type(value), COUNTS_TELL and count <= _ALONE
             if (kind in ATOMS and id(value) not in self._held) or (
-                kind in _BOXES and self._is_inline(value, alone and inline)
+                kind in _BOXES and self._is_inline(value, alone and may_change)
             ):
                 out.append(value)
                 continue
             marked = True
             n = number.get(id(value))
-            if n is None and fresh and alone and not isinstance(value, _NUMBERED):
-                out.append((..., *self._said(value, children, fresh=fresh)))
+            if n is None and is_fresh and alone and not isinstance(value, _NUMBERED):
+                out.append(inline(self._said(value, children, fresh=fresh)))
             else:
-                out.append(...)
+                out.append(REF)
                 children.append(self._child(value) if n is None else n)
         return (*out,) if marked else out
 
@@ -429,9 +494,17 @@ def _state(say: Callable[[Any, list[int]], _Said], value: Any) -> State:
     return kind, marshal.dumps(said, 2), tuple(children)
 
 
-def _has_no_memory(items: Iterable[Any]) -> bool:
-    """Tell whether a fresh container holds no tensors or arrays, which may be others' memory."""
-    return not any(is_tensor(item) or is_array(item) for item in items)
+def _freshness_inside(fresh: Fresh, items: Iterable[Any]) -> Fresh:
+    """Return how fresh the items of a container are, by how fresh it is itself.
+
+    One that a protocol made may have tensors or arrays in it that look into others' memory; then
+    its items are described as others hold them.
+    """
+    if fresh is Fresh.STATE:
+        return Fresh.MADE
+    if fresh is Fresh.NO or any(is_tensor(item) or is_array(item) for item in items):
+        return Fresh.NO
+    return Fresh.MADE
 
 
 def _are_attributes(value: Any, reading: Reading) -> bool:
@@ -449,7 +522,7 @@ def _atom(_: FlatStates, value: Any, *__: Any) -> _Said:
     return "atom", value
 
 
-_KNOWN: dict[type, Callable[[FlatStates, Any, list[int], int], _Said]] = {
+_KNOWN: dict[type, Callable[[FlatStates, Any, list[int], Fresh], _Said]] = {
     list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set,
     frozenset: FlatStates._set, OrderedDict: FlatStates._dict,
     types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom,

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from taas.capture.flat import FlatStates, How, LeftAttribute, LeftOut, State
+from taas.capture.flat import FlatStates, How, LeftAttribute, LeftOut, OfReading, State
 from taas.capture.holders import Left, holder_kinds, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange, Span
 from taas.capture.process_own import holds, is_of_process, leave_out, left_attributes
@@ -48,9 +48,14 @@ def is_constant(value: Any, state: State | None) -> bool:
         return True
     if state[0] != "reading" or type(value).__hash__ is None or hasattr(type(value), "__next__"):
         return False
-    _, _, by, _, told = marshal.loads(state[1])  # noqa: S302  it was written by this process
-    _, setter, changer = by
-    return not told and setter is None and changer is None
+    said = _said_of(state)
+    _, setter, changer = said.by
+    return not said.state and setter is None and changer is None
+
+
+def _said_of(state: State) -> OfReading:
+    """Return what the blob of an object says whose kind is ``reading``."""
+    return OfReading._make(marshal.loads(state[1]))  # noqa: S302  this process has written it
 
 
 _CONTAINERS = frozenset({"list", "tuple", "dict", "OrderedDict", "set", "frozenset"})
@@ -300,12 +305,14 @@ class Heap(FlatStates):
             return How.IN_PLACE  # it has turned into an object of another class
         if now[0] != "reading":
             return How.ANEW
-        first, _, by, made, _ = marshal.loads(now[1])  # noqa: S302  our own
+        said = _said_of(now)
         if before[0] == "reading":
-            first_before, _, *making, _ = marshal.loads(before[1])  # noqa: S302
-            if making == [by, made] and self._are_same(before[2][:first_before], now[2][:first]):
+            was = _said_of(before)
+            made_of = before[2][: was.made_of], now[2][: said.made_of]
+            made_alike = (was.by, was.arguments) == (said.by, said.arguments)
+            if made_alike and self._are_same(*made_of):
                 return How.IN_PLACE
-        has_changer = by[2] is not None
+        has_changer = said.by[2] is not None
         return How.IN_PLACE_WITH_ARGUMENTS if has_changer else How.ANEW
 
     def reached(
@@ -516,7 +523,7 @@ def _has_identity(kind: str, value: Any) -> bool:
 def _has_told_state(state: State | None) -> bool:
     if state is None or state[0] != "reading":
         return False
-    return marshal.loads(state[1])[1] is not None  # noqa: S302  our own
+    return _said_of(state).is_attributes is not None
 
 
 # ---------------------------------------------------------------- what cannot travel
