@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import subprocess
 import sys
@@ -52,6 +53,25 @@ def test_other_modules_are_not_asked_for_a_method_that_is_built_in(
     heap.walk()
     assert sum(type(value) is types.BuiltinFunctionType for value in heap.objects) >= 300
     assert _Asked.times == 0
+
+
+def test_the_example_in_the_docstring_is_true() -> None:
+    """A list that holds a tensor and itself has the states that ``flat`` says, and is built of them again."""
+    namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
+    exec("import torch\ntensor = torch.zeros(3)\nbox = [tensor, 0, 'a']; box[1] = box", namespace)
+    heap = Heap(Reader(namespace), [namespace])
+    assert heap.enter(namespace["box"]) == 1
+    heap.walk()
+    ref = flat.REF
+    said = [(s[0], marshal.loads(s[1]), s[2]) for s in heap.states[1:] if s is not None]
+    assert said[0] == ("list", (ref, ref, "a"), (2, 1))
+    arguments = (ref, ref, ref, 0, (3,), (1,), False, False, "cpu")
+    assert said[1] == ("reading", (6, None, (ref, ref, ref), arguments, []), (3, 4, 5, 6, 7, 8))
+    assert said[2] == ("global", ("taas.capture.tensors", "_make_tensor"), ())
+    assert said[5] == ("global", ("torch", "Tensor"), ())
+    assert said[6] == ("memory", (namespace["tensor"].data_ptr(), 12), ())
+    assert said[7] == ("global", ("torch", "float32"), ())
+    assert len(said) == 8
 
 
 _OTHER_COUNTS = """
