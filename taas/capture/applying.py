@@ -51,9 +51,9 @@ class Applied:
         default_factory=list
     )  # new loaders and samplers that have one rank's part of data
     places: list[str] = field(default_factory=list)  # what was put elsewhere than under names
-    memory: dict[int, Stretch] = field(
-        default_factory=dict, repr=False
-    )  # that both know now, by region
+    numbers: set[int] = field(default_factory=set, repr=False)  # of objects that came or changed
+    # that both know now, by region
+    memory: dict[int, Stretch] = field(default_factory=dict, repr=False)
     next_region: int = 0
 
 
@@ -199,6 +199,7 @@ class _Incoming:
         )
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
         applied.own = [*contents["own"], *unbound]
+        applied.numbers = {*contents["states"], *changed}
         applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
         return applied
 

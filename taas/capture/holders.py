@@ -57,12 +57,9 @@ _maybe_of_projects: list[str] = []
 _put: set[str] = set()
 """What was put into modules: what takes its place is data, too."""
 left_out: dict[int, Any] = {}
-"""Parts of what holds something of the notebook that cannot travel, by their ids: each process has
-its own.
-"""
+"""Parts of holders that cannot travel, by their ids; each process has its own."""
 apart: set[str] = set()
-"""What keeps what it has here, by what messages call it: it is another one than on the other side.
-"""
+"""The display names of holders that keep their data, as the other side has another one."""
 
 
 def set_apart(names: Iterable[str]) -> None:

@@ -24,9 +24,9 @@ from taas.capture.reading import ATOMS
 from taas.wording import first_line
 
 NONE = object()
-"""What the notebook has where it lacks a name."""
+"""Stands for the value of a name that the notebook lacks."""
 UNSURE = object()
-"""What it would have to have under a name of which nobody is sure what the ranks have."""
+"""Stands for the value of a name where nobody knows what the ranks have."""
 
 
 class Kept:
@@ -62,9 +62,12 @@ class Kept:
         self.next_region = applied.next_region
         reached = self.heap.reached(n for _, n in self.roots())
         self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
-        # by number: what cannot be described here, so nobody can tell later whether it has changed
-        self.unreadable = self.heap.unreadable(reached - {NAMESPACE})
-        self._unreadable_before = before.unreadable_ids if before else set[int]()
+        # What cannot be described here, so nobody can tell later whether it has changed. The
+        # numbers of what ranks hold stay the same; what the cell did not touch is not asked again.
+        known = before.unreadable if before is not None else {}
+        asked = self.heap.unreadable(applied.numbers & reached)
+        self.unreadable = {n: error for n, error in known.items() if n in reached} | asked
+        self._new_unreadable = asked.keys() - known.keys()
         used = MemoryTable(applied.memory, ()).regions_of(
             self.heap.memories_among(reached).values()
         )
@@ -74,17 +77,12 @@ class Kept:
         )
 
     @property
-    def unreadable_ids(self) -> set[int]:
-        """The ids of what cannot be compared."""
-        return {id(self.heap.objects[n]) for n in self.unreadable}
-
-    @property
     def notices(self) -> list[str]:
         """Lines for the user: what the ranks keep, whatever the notebook does to it."""
         roots, found = dict(self.roots()), []
-        for n, error in self.unreadable.items():
-            way = self.heap.way_to({n}, roots)
-            if way is not None and id(self.heap.objects[n]) not in self._unreadable_before:
+        for n in sorted(self._new_unreadable):
+            way, error = self.heap.way_to({n}, roots), self.unreadable[n]
+            if way is not None:
                 why = f"{type(error).__name__}: {first_line(error)}"
                 found.append(
                     f"{way[0]} came, but its class cannot say here what is in it ({why}). The ranks"
