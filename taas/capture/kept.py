@@ -64,9 +64,10 @@ class Kept:
         self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
         # What cannot be described here, so nobody can tell later whether it has changed. The
         # numbers of what ranks hold stay the same; what the cell did not touch is not asked again.
-        known = before.unreadable if before is not None else {}
+        known: dict[int, Exception] = before.unreadable if before is not None else {}
         asked = self.heap.unreadable(applied.numbers & reached)
-        self.unreadable = {n: error for n, error in known.items() if n in reached} | asked
+        still = {n: error for n, error in known.items() if n in reached}
+        self.unreadable: dict[int, Exception] = still | asked
         self._new_unreadable = asked.keys() - known.keys()
         used = MemoryTable(applied.memory, ()).regions_of(
             self.heap.memories_among(reached).values()
