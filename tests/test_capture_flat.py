@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 from taas.capture import flat
 from taas.capture.heap import Heap
@@ -70,8 +71,11 @@ def test_the_example_in_the_docstring_is_true() -> None:
     assert said[2] == ("global", ("taas.capture.tensors", "_make_tensor"), ())
     assert said[5] == ("global", ("torch", "Tensor"), ())
     assert said[6] == ("memory", (namespace["tensor"].data_ptr(), 12), ())
-    assert said[7] == ("global", ("torch", "float32"), ())
-    assert len(said) == 8
+    name = marshal.loads(heap.states[8][1])[3][1]  # type: ignore[index]
+    assert getattr(torch, name) is torch.float32
+    assert said[7] == ("reading", (1, None, (ref, None, None), ["torch", name], []), (9,))
+    assert said[8] == ("global", ("taas.capture.reading", "find"), ())
+    assert len(said) == 9
 
 
 _OTHER_COUNTS = """

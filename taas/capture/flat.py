@@ -23,8 +23,10 @@ the numbers that follow, the states are::
                     (REF, REF, REF, 0, (3,), (1,), False, False, "cpu"), []),
                                                                            6, 7, 8))
     3  ("global",  ("taas.capture.tensors", "_make_tensor"),              ())
-       … 4, 5: what sets and what changes it; 6: ("torch", "Tensor"); 8: ("torch", "float32")
+       … 4, 5: what sets and what changes it; 6: ("torch", "Tensor")
     7  ("memory",  (address, nbytes),                                     ())
+    8  ("reading", (1, None, (REF, None, None), ["torch", "float32"], []), (9,))
+    9  ("global",  ("taas.capture.reading", "find"),                      ())
 
 State 2 is an :class:`OfReading`: the tensor is made by object 3 of its class, its memory, its dtype
 and six plain arguments, and has no state beside. ARCHITECTURE.md follows ``box`` to a rank and

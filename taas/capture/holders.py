@@ -28,6 +28,7 @@ from taas.capture.code_by_value import words_in
 from taas.capture.reading import (
     MissingModule,
     Reading,
+    attribute_of_class,
     import_or_stand_in,
     keeps_pickling_of_object,
     make_plain,
@@ -162,10 +163,11 @@ def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, An
 
 
 def _is_data(value: Any) -> bool:
-    if isinstance(value, _CODE) or hasattr(
-        type(value), "__get__"
-    ):  # the notebook may have put it there
-        parts = (value, *(getattr(value, name, None) for name in ("__func__", "fget", "func")))
+    """Tell whether a module's or class's part is data: no code, unless it is the notebook's."""
+    if isinstance(value, _CODE) or attribute_of_class(type(value), "__get__") is not None:
+        parts = [value]
+        if not isinstance(value, (type, types.ModuleType)):  # these may answer to any name
+            parts += [getattr(value, name, None) for name in ("__func__", "fget", "func")]
         return any(getattr(part, "__module__", "") == "__main__" for part in parts)
     cls = type(value)
     return cls is not object and cls.__module__ not in _NOT_DATA_OF

@@ -348,7 +348,10 @@ class Wrapping:
         return self._of_any or name in self._mentioned
 
     def _is_wrapping(self, words: Collection[str]) -> bool:
-        meant = {getattr(self._namespace.get(word), "__name__", "") for word in words}
+        values: list[Any] = [self._namespace.get(word) for word in words]
+        # Only these: another object may do anything when it is asked for a name.
+        kinds = (type, types.FunctionType)
+        meant = {value.__name__ for value in values if issubclass(type(value), kinds)}
         return not WRAPS.isdisjoint(words) or not WRAPS.isdisjoint(meant) or libraries.wraps(words)
 
     def _words_meant(self, node: ast.AST) -> set[str]:

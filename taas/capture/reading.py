@@ -25,7 +25,7 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +36,6 @@ ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(
 """Types whose objects are their values: nobody can tell which of two equal ones it is."""
 
 _POINTER = struct.calcsize("P")
-_slot_names: Any = copyreg._slotnames  # type: ignore[attr-defined]
 _Answer = TypeVar("_Answer")
 _HEAP_TYPE = 1 << 9
 """``Py_TPFLAGS_HEAPTYPE``: made by a ``class`` statement, or as one."""
@@ -69,6 +68,16 @@ def attribute_of_class(cls: type, name: str) -> Any:
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
+def _slot_names(cls: type) -> Iterable[str]:
+    """Return the names of a class's slots, and of its bases'."""
+    try:
+        found: Iterable[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
+    except Exception:
+        # It has no slots, and its metaclass, which is asked for them, raises what it likes.
+        return ()
+    return found
+
+
 def keeps_pickling_of_object(cls: Any) -> bool:
     """Tell whether a class leaves ``__reduce_ex__`` and ``__reduce__`` as they are."""
     return cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
@@ -86,7 +95,7 @@ def is_only_python(cls: type) -> bool:
     It is the size that tells: types written in C may be heap types as well (``select.epoll``).
     """
     # negative offsets lie before it
-    own = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0) + len(_slot_names(cls))
+    own = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0) + len([*_slot_names(cls)])
     plain = cls.__itemsize__ == 0 and cls.__basicsize__ <= object.__basicsize__ + _POINTER * own
     return plain and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
