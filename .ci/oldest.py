@@ -1,4 +1,6 @@
-"""Print, for pip, what the oldest supported environment is: pyproject.toml's floors, and the tests' tools.
+"""Print, for pip, the oldest supported environment.
+
+It has pyproject.toml's floors, and the tests' tools.
 
 The tools have the versions of constraints.txt, of which nothing else holds here. With ``exactly``
 as its argument: the floors, all of them, and of the tools only those without which no test runs
@@ -13,8 +15,16 @@ import tomllib
 from pathlib import Path
 
 TOOLS = (
-    "hypothesis", "matplotlib", "nbclient", "nbconvert", "pandas", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn"
-)  # fmt: skip
+    "hypothesis",
+    "matplotlib",
+    "nbclient",
+    "nbconvert",
+    "pandas",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "scikit-learn",
+)
 TO_RUN_ONE = ("hypothesis", "pytest", "pytest-timeout")
 FOR_THE_SUITE = {"ipython": "8.20", "ipykernel": "6.29"}
 """Still older ones, Colab's, have an environment of their own, for tests/test_colab.py."""

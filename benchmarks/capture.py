@@ -67,8 +67,12 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "1M-row object column": (
         (
-            "import pandas as pd\ndf = pd.DataFrame({'a': pd.Series([f'row {i}' for i in"
-            " range(1_000_000)], dtype=object)})"
+            """
+import pandas as pd
+texts = [f'row {i}' for i in range(1_000_000)]
+df = pd.DataFrame({'a': pd.Series(texts, dtype=object)})
+del texts
+"""
         ),
         "df",
     ),
@@ -123,7 +127,10 @@ def _there_and_back(namespace: dict[str, Any], cell: str) -> None:
 
 
 def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
-    """Return medians in milliseconds: capture, arrive (any rank), mark and answer (rank 0), apply, and plain."""
+    """Return medians in milliseconds of all steps.
+
+    They are capture, arrive (any rank), mark and answer (rank 0), apply, and plain.
+    """
     times: dict[str, list[float]] = {}
 
     def note(what: str, work: Callable[[], Any]) -> Any:

@@ -239,10 +239,22 @@ def own_collate(samples: list[Any]) -> Any:
 
 
 def spdl(rounds: int) -> list[Row]:
-    """Same host and arrays beside SPDL's processes; CPU seconds are not compared, for it has processes a round."""
+    """Same host and arrays beside SPDL's processes.
+
+    CPU seconds are not compared, for it has processes a round.
+    """
     if not version("spdl-core"):
         return [absent("SPDL")]
-    rows = [throughput("same host, 8 MiB, beside SPDL", 1.0, batches(65536, 32, 120), 8 << 20, rounds, peer=spdl_loader)]  # fmt: skip
+    rows = [
+        throughput(
+            "same host, 8 MiB, beside SPDL",
+            1.0,
+            batches(65536, 32, 120),
+            8 << 20,
+            rounds,
+            peer=spdl_loader,
+        )
+    ]
     rows += [
         throughput(f"{name}, beside SPDL", 1.0, make, nbytes, rounds, peer=spdl_loader)
         for name, _, make, nbytes in array_cases()
@@ -253,7 +265,14 @@ def spdl(rounds: int) -> list[Row]:
 
 
 def absent(peer: str) -> Row:
-    return {"case": f"beside {peer}", "taas": "", "peer": f"not installed: {HOW}", "ratio": float("nan"), "goal": "", "met": None}  # fmt: skip
+    return {
+        "case": f"beside {peer}",
+        "taas": "",
+        "peer": f"not installed: {HOW}",
+        "ratio": float("nan"),
+        "goal": "",
+        "met": None,
+    }
 
 
 def collate(rounds: int) -> list[Row]:
@@ -319,7 +338,16 @@ def many_tensors(rounds: int) -> list[Row]:
     outcomes = paired(make, rounds)
     ours = statistics.median(o[0] for _, o in outcomes) / 150 / 114 * 1e3
     theirs = statistics.median(t[0] for t, _ in outcomes) / 150 / 114 * 1e3
-    return [{"case": "114 small tensors", "taas": f"{ours:.4f} ms a tensor", "peer": f"{theirs:.4f} ms", "ratio": theirs / ours, "goal": "≤ 0.02 ms", "met": ours <= 0.02}]  # fmt: skip
+    return [
+        {
+            "case": "114 small tensors",
+            "taas": f"{ours:.4f} ms a tensor",
+            "peer": f"{theirs:.4f} ms",
+            "ratio": theirs / ours,
+            "goal": "≤ 0.02 ms",
+            "met": ours <= 0.02,
+        }
+    ]
 
 
 def tail(index: int) -> float:
@@ -348,7 +376,7 @@ def decode_work(rounds: int) -> list[Row]:
 
 
 def slow_storage(_rounds: int) -> list[Row]:
-    """Seconds of reading got through in a second, so that it does not matter which reads fall into the window."""
+    """Return the seconds of reading in a second, whichever reads fall into the window."""
     first, last = 20, 170
 
     def rate(vms: int) -> float:
@@ -368,7 +396,15 @@ def slow_storage(_rounds: int) -> list[Row]:
             return run.ranks(body, timeout=300)[0]
 
     one, eight = rate(1), rate(8)
-    return [{"case": "slow storage, M = 1 → 8", "taas": f"{one:.2f} → {eight:.2f} s of reading/s", "peer": "linear", "ratio": eight / one / 8, "goal": 0.95}]  # fmt: skip
+    return [
+        {
+            "case": "slow storage, M = 1 → 8",
+            "taas": f"{one:.2f} → {eight:.2f} s of reading/s",
+            "peer": "linear",
+            "ratio": eight / one / 8,
+            "goal": 0.95,
+        }
+    ]
 
 
 def raw_rate(gigabytes: float) -> float:
@@ -437,9 +473,21 @@ def tcp(rounds: int) -> list[Row]:
         shares.append(plains[-1] / raws[-1])
     middle = statistics.median
     return [
-        {"case": "TCP loopback, plain", "taas": f"{middle(plains):.2f} GB/s", "peer": f"raw socket {middle(raws):.2f} GB/s", "ratio": middle(shares), "goal": 0.75},
-        {"case": "TCP loopback, CURVE", "taas": f"{middle(curves):.2f} GB/s", "peer": "", "ratio": middle(curves), "goal": 0.5},
-    ]  # fmt: skip
+        {
+            "case": "TCP loopback, plain",
+            "taas": f"{middle(plains):.2f} GB/s",
+            "peer": f"raw socket {middle(raws):.2f} GB/s",
+            "ratio": middle(shares),
+            "goal": 0.75,
+        },
+        {
+            "case": "TCP loopback, CURVE",
+            "taas": f"{middle(curves):.2f} GB/s",
+            "peer": "",
+            "ratio": middle(curves),
+            "goal": 0.5,
+        },
+    ]
 
 
 def first_element(rounds: int) -> list[Row]:
@@ -456,7 +504,16 @@ def first_element(rounds: int) -> list[Row]:
             seconds += run.ranks(body)
     value = statistics.median(seconds) * 1e3
     theirs = statistics.median(in_child(first_of_torch) for _ in range(rounds)) * 1e3
-    return [{"case": "first element after pre-buffering", "taas": f"{value:.1f} ms", "peer": f"DataLoader {theirs:.0f} ms", "ratio": 50 / value, "goal": "< 50 ms", "met": value < 50}]  # fmt: skip
+    return [
+        {
+            "case": "first element after pre-buffering",
+            "taas": f"{value:.1f} ms",
+            "peer": f"DataLoader {theirs:.0f} ms",
+            "ratio": 50 / value,
+            "goal": "< 50 ms",
+            "met": value < 50,
+        }
+    ]
 
 
 def first_of_torch() -> float:
@@ -471,7 +528,16 @@ def ray(rounds: int) -> list[Row]:
         return [absent("Ray Data")]
     cold, *warm = in_child(lambda: ray_first_batches(rounds + 1, 16384, 16, WORKERS))
     theirs = f"{cold:.2f} s, then {statistics.median(warm):.2f} s"
-    return [{"case": "first element of Ray Data", "taas": "", "peer": theirs, "ratio": float("nan"), "goal": "", "met": None}]  # fmt: skip
+    return [
+        {
+            "case": "first element of Ray Data",
+            "taas": "",
+            "peer": theirs,
+            "ratio": float("nan"),
+            "goal": "",
+            "met": None,
+        }
+    ]
 
 
 def killed(_rounds: int) -> list[Row]:
@@ -502,11 +568,24 @@ def killed(_rounds: int) -> list[Row]:
     calm, disturbed = once(False), once(True)
     same = calm[:2] == disturbed[:2] == (calm[0], length)
     stall = disturbed[2] - work
-    return [{"case": "a worker SIGKILLed half-way", "taas": f"{'bit-identical' if same else 'DIFFERENT'}, longest gap {disturbed[2] * 1e3:.0f} ms (calm {calm[2] * 1e3:.0f})", "peer": "DataLoader raises", "ratio": 0.3 / max(stall, 1e-9), "goal": "≤ 0.3 s", "met": same and stall <= 0.3}]  # fmt: skip
+    gaps = f"longest gap {disturbed[2] * 1e3:.0f} ms (calm {calm[2] * 1e3:.0f})"
+    return [
+        {
+            "case": "a worker SIGKILLed half-way",
+            "taas": f"{'bit-identical' if same else 'DIFFERENT'}, {gaps}",
+            "peer": "DataLoader raises",
+            "ratio": 0.3 / max(stall, 1e-9),
+            "goal": "≤ 0.3 s",
+            "met": same and stall <= 0.3,
+        }
+    ]
 
 
 def planner(_rounds: int) -> list[Row]:
-    """An endless loader with 20,480,000 units: CPU time of an element, and of the longest step of the loop."""
+    """An endless loader with 20,480,000 units.
+
+    CPU time of an element, and of the longest step of the loop.
+    """
     from taas.delivery.ledger import Ledger
     from taas.delivery.messages import Begin, Draw, Hello, LoaderFacts, Peer, Planned, Result
     from taas.delivery.plan import plan_number
@@ -542,11 +621,23 @@ def planner(_rounds: int) -> list[Row]:
                 ledger.released([ledger.works[t.number] for t in message])
         longest = max(longest, time.process_time() - before)
     cost = (time.process_time() - start) / made * 1e6
-    return [{"case": "planner and ledger, 400,000 of 20,480,000 units", "taas": f"{cost:.1f} µs an element, longest step {longest * 1e3:.1f} ms", "peer": "", "ratio": 20 / cost, "goal": "≤ 20 µs, ≤ 50 ms", "met": cost <= 20 and longest <= 0.05}]  # fmt: skip
+    return [
+        {
+            "case": "planner and ledger, 400,000 of 20,480,000 units",
+            "taas": f"{cost:.1f} µs an element, longest step {longest * 1e3:.1f} ms",
+            "peer": "",
+            "ratio": 20 / cost,
+            "goal": "≤ 20 µs, ≤ 50 ms",
+            "met": cost <= 20 and longest <= 0.05,
+        }
+    ]
 
 
 def stall(_rounds: int) -> list[Row]:
-    """Stalled is waiting for an element that is not there; ``next()`` as a whole, after a sleep, is another figure."""
+    """Stalled is waiting for an element that is not there.
+
+    ``next()`` as a whole, after a sleep, is another figure.
+    """
     steps, step = 100, 0.02
     loader = DataLoader(Slices(16384), batch_sampler=Ranges(16, 2 * steps))
 
@@ -570,14 +661,34 @@ def stall(_rounds: int) -> list[Row]:
 
     with DeliveryRun({"d": loader}, ranks=2, processes=WORKERS) as run:
         share, ours, theirs = map(max, zip(*run.ranks(body), strict=True))
-    return [{"case": "2 ranks with a sleeping step", "taas": f"{share * 100:.2f} % stalled, {ours * 100:.1f} % in next()", "peer": f"{theirs * 100:.1f} % in next()", "ratio": 0.02 / share if share else math.inf, "goal": "< 2 %", "met": share < 0.02}]  # fmt: skip
+    return [
+        {
+            "case": "2 ranks with a sleeping step",
+            "taas": f"{share * 100:.2f} % stalled, {ours * 100:.1f} % in next()",
+            "peer": f"{theirs * 100:.1f} % in next()",
+            "ratio": 0.02 / share if share else math.inf,
+            "goal": "< 2 %",
+            "met": share < 0.02,
+        }
+    ]
 
 
 CASES = {
-    "same_host": same_host, "heavier": heavier, "collate": collate, "arrays": arrays, "many": many_tensors,
-    "tcp": tcp, "decode": decode_work, "storage": slow_storage, "first": first_element, "killed": killed,
-    "planner": planner, "stall": stall, "spdl": spdl, "ray": ray,
-}  # fmt: skip
+    "same_host": same_host,
+    "heavier": heavier,
+    "collate": collate,
+    "arrays": arrays,
+    "many": many_tensors,
+    "tcp": tcp,
+    "decode": decode_work,
+    "storage": slow_storage,
+    "first": first_element,
+    "killed": killed,
+    "planner": planner,
+    "stall": stall,
+    "spdl": spdl,
+    "ray": ray,
+}
 
 
 MET = {True: "yes", False: "no", None: ""}

@@ -32,7 +32,7 @@ def version(package: str) -> str:
 
 
 def spdl_loader(arguments: dict[str, Any], workers: int) -> tuple[Any, Callable[[], list[int]]]:
-    """Return SPDL's loader for the arguments of a DataLoader, and what tells the processes that work for it."""
+    """Return SPDL's loader for a DataLoader's arguments, and the processes that work for it."""
     from spdl.dataloader import get_pytorch_dataloader
 
     options = {"batch_size": None, "collate_fn": default_collate, **arguments}
@@ -69,7 +69,10 @@ def in_child(measure: Callable[[], Any]) -> Any:
 
 
 def ray_first_batches(rounds: int, floats: int, size: int, workers: int) -> list[float]:
-    """Return the seconds from making a Ray Dataset to its first batch, of each round; Ray itself is up before."""
+    """Return the seconds from making a Ray Dataset to its first batch, of each round.
+
+    Ray itself is up before.
+    """
     import ray
 
     ray.init(

@@ -1,4 +1,4 @@
-"""What an idle notebook keeps: the memory of every process that taas has for it, each shared page once (Pss).
+"""What an idle notebook keeps: the memory of all of taas's processes, shared pages once (Pss).
 
 After a cell in two ranks, when the spare processes for the next one are there; and of a
 run with `--cpus 8` whose elements are small. The kernel, which belongs to the user, has a row of

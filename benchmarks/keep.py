@@ -1,4 +1,4 @@
-"""How soon a cell is done in ranks that stay, beside nbdistributed and ipyparallel, in one run of this file.
+"""How soon a cell is done in ranks that stay, beside nbdistributed and ipyparallel.
 
 Four ranks each, in a notebook of each one's own: a cell of one line; a cell that changes an array
 of 1 MB, which is changed in the notebook afterwards with taas, and stays in the ranks with the
@@ -55,8 +55,11 @@ PEERS = {
     "ipyparallel": (
         (
             (
-                f"import ipyparallel\ncluster = ipyparallel.Cluster(n={RANKS})\nclient ="
-                " cluster.start_and_connect_sync()"
+                f"""
+import ipyparallel
+cluster = ipyparallel.Cluster(n={RANKS})
+client = cluster.start_and_connect_sync()
+"""
             ),
             "%load_ext ipyparallel",
         ),
@@ -114,7 +117,10 @@ def measure(begin: tuple[str, ...], header: str, end: str, rounds: int) -> dict[
 
 
 def large(gigabytes: float, cells: int = 10) -> dict[str, float]:
-    """Measure cells that use a model of so many GB, which the first one made: from sending to the first all-reduce."""
+    """Measure cells that use a model of so many GB, which the first cell made.
+
+    From sending to the first all-reduce.
+    """
     book = Notebook(Path(tempfile.mkdtemp(prefix="keep-")))
     try:
         book.good("%load_ext taas")

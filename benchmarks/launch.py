@@ -84,7 +84,10 @@ def warm_cell(book: Notebook, ranks: int, instance: str = "") -> tuple[float, fl
 
 
 def first_cell(folder: Path, ranks: int, loaded: float | None = None) -> tuple[float, float]:
-    """The first cell of a new kernel: supervisor, agent and forkserver are started for it, or so long before."""
+    """The first cell of a new kernel.
+
+    Supervisor, agent and forkserver are started for it, or so long before.
+    """
     book = Notebook(folder)
     try:
         if loaded is not None:
@@ -166,16 +169,32 @@ def peers(ranks: int, folder: Path) -> dict[str, Callable[[], tuple[float, float
             "--num_processes",
             str(ranks),
         ]
-        found["accelerate launch"] = lambda: command([*launch, "--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0",
-                                                      "--dynamo_backend", "no", str(script)])  # fmt: skip
+        found["accelerate launch"] = lambda: command(
+            [
+                *launch,
+                "--num_machines",
+                "1",
+                "--mixed_precision",
+                "no",
+                "--main_process_port",
+                "0",
+                "--dynamo_backend",
+                "no",
+                str(script),
+            ]
+        )
     if importlib.util.find_spec("torchrunx"):
         runner = folder / "runx.py"
         runner.write_text(
-            "import torchrunx, runpy\ndef work():\n    return"
-            f" runpy.run_path({str(script)!r})['reached'].item()\nif __name__ == '__main__':\n   "
-            f" launcher = torchrunx.Launcher(hostnames=['localhost'], workers_per_host={ranks},"
-            " backend=None)\n    print('reached', launcher.run(work).rank(0))  # its workers'"
-            " output goes to log files\n"
+            f"""\
+import torchrunx, runpy
+def work():
+    return runpy.run_path({str(script)!r})['reached'].item()
+if __name__ == '__main__':
+    launcher = torchrunx.Launcher(
+        hostnames=['localhost'], workers_per_host={ranks}, backend=None)
+    print('reached', launcher.run(work).rank(0))  # its workers' output goes to log files
+"""
         )
         found["torchrunx"] = lambda: command([sys.executable, str(runner)])
     return found
@@ -197,7 +216,10 @@ def memory_of(book: Notebook) -> int:
 
 
 def big_tensor(book: Notebook, ranks: int) -> dict[str, float]:
-    """1 GB to all ranks of a VM: seconds, against one memcpy, and how much memory grew before a rank wrote to it."""
+    """1 GB to all ranks of a VM: seconds, against one memcpy.
+
+    Also how much memory grew before a rank wrote to it.
+    """
     book.good("big = torch.ones(250_000_000)")
     copy = book.good(
         "import time; t = time.time(); again = big.clone(); print(time.time() - t); del again"

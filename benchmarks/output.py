@@ -1,4 +1,4 @@
-"""How fast a rank's output reaches the cell, beside the same cell in a plain kernel, in one run of this file.
+"""How fast a rank's output reaches the cell, beside the same cell in a plain kernel.
 
 100,000 printed lines, from the cell's start to its end, and in how many messages of each second and
 in all, which is what a front end pays for; the time from a print after a pause to its message at
@@ -42,7 +42,7 @@ kept = (psutil.Process().memory_full_info().uss - before) / {LINES}
 
 
 def lines(book: Notebook, header: str) -> tuple[float, int]:
-    """Seconds from a cell's start to its end, with all its lines at the front end, and the messages that brought them."""
+    """Return a cell's seconds, with all lines at the front end, and the number of messages."""
     began = time.time()
     ran = book.good(header + PRINTED, seconds=600)
     seconds = time.time() - began

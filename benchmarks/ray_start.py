@@ -1,4 +1,4 @@
-"""How long a run takes to start on a Ray cluster that is up, beside Ray Train's TorchTrainer, in one run of this file.
+"""How long a run takes to start on a Ray cluster that is up, beside Ray Train's TorchTrainer.
 
 The cluster is that of the tests: a head and two nodes in network namespaces of this machine, which
 see neither the notebook's project nor its memory. From the moment a cell is executed (or ``fit`` is
@@ -97,7 +97,7 @@ class Bench:
         return cell(book, self.ranks, self.instance, USES + WORK)
 
     def first_cell(self, pause: float = 0.0) -> tuple[float, float]:
-        """The first cell of a new kernel, so many seconds after ``%taas engine ray``, which starts the driver."""
+        """Run the first cell so many seconds after ``%taas engine ray`` started the driver."""
         book = self.notebook()
         try:
             time.sleep(pause)

@@ -1,4 +1,6 @@
-"""What the supervisor does with many VMs: a thousand agents and 8,000 ranks by the real wire, which do nothing but say so.
+"""What the supervisor does with many VMs.
+
+A thousand agents and 8,000 ranks by the real wire, which do nothing but say so.
 
 Supervisor, kernel and messages are the real ones. The agents stand in for VMs: they connect from
 other processes by TCP with keys of their own, report eight ranks each, send a line for each, and

@@ -1,4 +1,6 @@
-"""A thousand VMs of which there is nothing but their agents' voices; the supervisor of benchmarks/scale.py takes them.
+"""A thousand VMs of which there is nothing but their agents' voices.
+
+The supervisor of benchmarks/scale.py takes them.
 
 The agents connect by TCP with keys of their own, from a few processes. Each reports the ranks of
 its VM, sends a line for each, and ends them as the cell says or as it is told.

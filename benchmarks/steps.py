@@ -1,4 +1,6 @@
-"""Steps a second of a small network under DDP: a taas cell beside torchrun, in pairs of changing order.
+"""Steps a second of a small network under DDP.
+
+A taas cell beside torchrun, in pairs of changing order.
 
 gloo, two CPU ranks with one thread each. The pairs' ratios say what a cell costs, or gives; pages
 faulted in and processor time of a step say why.
@@ -26,8 +28,9 @@ from torch import nn
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 net = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-    nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 49, 10))
+    nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Flatten(), nn.Linear(32 * 49, 10))
 model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 images, labels = torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
@@ -44,14 +47,19 @@ used, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
 loss = train(STEPS)
 seconds, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
 if dist.get_rank() == 0:
-    print("measured", STEPS / seconds, 1e3 * (now.ru_utime - used.ru_utime) / STEPS,
-          1e3 * (now.ru_stime - used.ru_stime) / STEPS, (now.ru_minflt - used.ru_minflt) / STEPS, loss, flush=True)
+    user = 1e3 * (now.ru_utime - used.ru_utime) / STEPS
+    system = 1e3 * (now.ru_stime - used.ru_stime) / STEPS
+    faults = (now.ru_minflt - used.ru_minflt) / STEPS
+    print("measured", STEPS / seconds, user, system, faults, loss, flush=True)
 dist.destroy_process_group()
 """
 
 
 def measured(text: str) -> tuple[float, ...]:
-    """Steps a second, milliseconds of user and of system time a step, pages faulted in a step, and the last loss."""
+    """Return steps a second, and milliseconds, page faults and loss of a step.
+
+    The milliseconds are those of user and of system time; the loss is the last one.
+    """
     found = re.search(r"measured (.+)", text)
     assert found, text
     return tuple(float(figure) for figure in found[1].split())

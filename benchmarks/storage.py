@@ -97,7 +97,10 @@ def large_save(base: Path, tensor: torch.Tensor) -> tuple[float, float]:
 def rank_0_ratio(
     base: Path, work: Callable[[], tuple[float, float]], pairs: int
 ) -> dict[str, float]:
-    """Guarded over unguarded time of rank 0: of the clock, and of the processor, which neighbours disturb less."""
+    """Guarded over unguarded time of rank 0.
+
+    Of the clock, and of the processor, which neighbours disturb less.
+    """
 
     def guarded() -> tuple[float, float]:
         rank_storage.guard(**policy(base, 0))

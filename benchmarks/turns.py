@@ -1,4 +1,4 @@
-"""How long the supervisor's loop is at something while large names arrive, in which it hears nobody else.
+"""How long the supervisor's loop hears nobody while large names arrive.
 
 A run's answer comes from an agent elsewhere (in chunks, which are written down here), for the
 notebook's cell or for a background run that keeps it on disk; and from an agent here, kept on disk.
@@ -31,15 +31,18 @@ if "taas.supervisor" in sys.orig_argv:
 
     def now():
         ready = {}
-        for thread in threading.enumerate():  # the others may have to give the interpreter's lock back first
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
-                ready[thread.native_id] = int(file.read().split()[1]) / 1e9
+        # the others may have to give the interpreter's lock back first
+        for thread in threading.enumerate():
+            number = thread.native_id
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{number}/schedstat") as file:
+                ready[number] = int(file.read().split()[1]) / 1e9
         return time.monotonic(), time.thread_time(), ready
 
     def passed():
         began, used, ready = since
         now_, used_, ready_ = now()
-        return now_ - began, used_ - used, sum(ready_[one] - ready[one] for one in ready_.keys() & ready.keys())
+        waited = sum(ready_[one] - ready[one] for one in ready_.keys() & ready.keys())
+        return now_ - began, used_ - used, waited
 
     def poll(self, timeout=None):
         if threading.current_thread() is not main or len(self.sockets) < 4:
@@ -70,7 +73,10 @@ CASES = {
 
 
 def longest(folder: Path, gigabytes: int, *, remote: bool, options: str) -> tuple[float, float]:
-    """Run a cell with a large answer; returns the longest turn from its start to its end, and its processor time, in seconds."""
+    """Run a cell with a large answer, and return the longest turn until its end.
+
+    Also the turn's processor time; both in seconds.
+    """
     environ = install(folder / "site") if remote else {"PYTHONPATH": str(folder / "site")}
     (folder / "site").mkdir(exist_ok=True)
     with (folder / "site" / "sitecustomize.py").open("a") as file:

@@ -1,4 +1,4 @@
-"""The documentation site: ``make docs`` builds it from the documents where they lie, with the repository as its root.
+"""The documentation site: ``make docs`` builds it from the documents in the repository.
 
 So links lead to the same files here and where one reads the repository, and nothing is written
 twice.

@@ -1,4 +1,6 @@
-"""Take the pictures of the documents: JupyterLab in Chromium, driven by Playwright (``make screenshots``).
+"""Take the pictures of the documents.
+
+JupyterLab in Chromium, driven by Playwright (``make screenshots``).
 
 What is in them are the cells of the README, and those below. Look at the pictures before you commit
 them.
@@ -57,7 +59,10 @@ class Notebook:
         return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
 
     def run(self, number: int, *, until: str = "") -> None:
-        """Run a cell until a text is in its output, or to its end; the first one again, if no kernel was connected yet."""
+        """Run a cell until a text is in its output, or to its end.
+
+        The first cell runs again if no kernel was connected yet.
+        """
         cell, ran = self.cell(number), re.compile(r"\[\d+\]:")
         tries = 1 if number else 5
         for _ in range(tries):

@@ -59,7 +59,10 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_idx(path: Path, values: np.ndarray) -> None:
-    """Write bytes in IDX format: two zero bytes, type 8 (unsigned byte), dimensions, sizes, values, big-endian."""
+    """Write bytes in IDX format.
+
+    Two zero bytes, type 8 (unsigned byte), dimensions, sizes, values, big-endian.
+    """
     if path.exists():
         return
     header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, dtype=">u4").tobytes()

@@ -22,7 +22,10 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class PrintingClient(NotebookClient):
-    """An nbclient that passes outputs on to the terminal as they come; a line that is updated, as it is at last."""
+    """An nbclient that passes outputs on to the terminal as they come.
+
+    A line that is updated comes as it is at last.
+    """
 
     updated = ""
 

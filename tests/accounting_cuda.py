@@ -1,4 +1,7 @@
-"""Programs that use CUDA where there is none: torch runs on top of ``accounting_cuda.c``, which keeps account of its calls."""
+"""Programs that use CUDA where there is none.
+
+torch runs on top of ``accounting_cuda.c``, which keeps account of its calls.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +87,21 @@ for name, program in {programs!r}.items():
 def accounts_of(
     programs: Mapping[str, str], folder: Path, *, imports: str = "torch"
 ) -> dict[str, tuple[list[str], list[Call]]]:
-    """Run programs in forks of a fresh interpreter that sees four GPUs; returns the lines of each, and its account."""
+    """Run programs in forks of a fresh interpreter that sees four GPUs.
+
+    Returns the lines of each, and its account.
+    """
     environ = {**os.environ, "LD_PRELOAD": str(_library()), "ACCOUNT": str(folder / "unused")}
     whole = _EACH.format(imports=imports, programs={**programs}, folder=str(folder))
     ran = subprocess.run(
-        [sys.executable, "-c", whole], capture_output=True, text=True, timeout=SECONDS, check=False, env=environ, cwd=folder
-    )  # fmt: skip
+        [sys.executable, "-c", whole],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env=environ,
+        cwd=folder,
+    )
     assert ran.returncode == 0, ran.stderr
     found = {}
     for name in programs:
@@ -111,7 +123,10 @@ def contexts(calls: list[Call]) -> list[int]:
 
 
 def show_gpus(count: int) -> None:
-    """Let this process, and all that it starts, see device files of so many GPUs: a private ``/dev``; root can."""
+    """Let this process, and all that it starts, see device files of so many GPUs.
+
+    They lie in a private ``/dev``, which root can make.
+    """
     _linux.unshare(_linux.CLONE_NEWNS)
     _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
     made = Path(tempfile.mkdtemp(prefix="dev-"))

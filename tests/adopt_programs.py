@@ -1,4 +1,4 @@
-"""Programs written for ``nn.DataParallel``, run once over ranks and once against a reference in one process.
+"""Programs for ``nn.DataParallel``, run once over ranks and once in one process.
 
 Each takes ``parallel(module, dim=0)``, which wraps a module, and returns numbers. ``Reference``
 computes what ``nn.DataParallel`` on N GPUs computes, slice after slice: batch norm by slice,

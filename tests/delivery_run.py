@@ -1,4 +1,7 @@
-"""A whole delivery with real processes on this machine, without the supervisor: for tests and benchmarks."""
+"""A whole delivery with real processes on this machine, without the supervisor.
+
+Tests and benchmarks use it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ test.
 
 
 def _let_go_of_inherited() -> None:
-    """Turn inherited descriptors into /dev/null: objects of the parent own their numbers, and may yet close them."""
+    """Turn inherited descriptors into /dev/null.
+
+    Objects of the parent own their numbers, and may yet close them.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for number in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {0, 1, 2, null}:
         os.dup2(null, number)
@@ -122,7 +128,10 @@ class Rank:
 
 
 class DeliveryRun:
-    """``with DeliveryRun({"train": loader}, ranks=2) as run: run.ranks(body)``; then ``run.places`` is where it was."""
+    """A delivery that ``with DeliveryRun({"train": loader}, ranks=2) as run`` starts.
+
+    ``run.ranks(body)`` runs ranks; ``run.places`` is then where it was.
+    """
 
     def __init__(
         self,
@@ -164,7 +173,7 @@ class DeliveryRun:
             self.wait_until_ready()
 
     def _start(self, processes: int) -> list[Child]:
-        """Coordinator; then the planner, and the worker pools of all data VMs with so many workers each."""
+        """Start the coordinator, then the planner and the worker pools of all data VMs."""
         self.coordinator.send(self.config)
         [serving, *_] = self.coordinator.read() or ()
         assert isinstance(serving, Hello)
@@ -211,7 +220,7 @@ class DeliveryRun:
                 self._unheard += said
 
     def _see_ends(self) -> None:
-        """Tell the coordinator of the data processes of this host that have ended, as the supervisor would."""
+        """Tell the coordinator which data processes have ended, as the supervisor would."""
         for vm, child in enumerate(self.children, -1) if self.config.folder else ():
             if vm not in self._seen_ended and select.select([child.pidfd], [], [], 0)[0]:
                 self._seen_ended.add(vm)

@@ -1,4 +1,6 @@
-"""VMs elsewhere without a cluster: an engine whose agents are told that they are on other hosts, and are on this one.
+"""VMs elsewhere without a cluster.
+
+Their engine's agents are told that they are on other hosts, and are on this one.
 
 All that crosses hosts crosses here: the supervisor listens on TCP, and memories come in chunks.
 The project is seen there, unless it is hidden.
@@ -31,7 +33,9 @@ if "taas.supervisor" in sys.orig_argv:
 
 
 def install(folder: Path, hidden: str = "") -> dict[str, str]:
-    """Write into a folder what lets a notebook's Ray engine be this one; returns the variables that the notebook needs.
+    """Write into a folder what lets a notebook's Ray engine be this one.
+
+    Returns the variables that the notebook needs.
 
     What is in the folder ``hidden`` is not seen there.
     """

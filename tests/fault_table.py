@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from blocks import block
 from notebook_harness import Notebook, Ran, gone, until
 
 DEFINITIONS = """
@@ -56,13 +57,13 @@ CELLS = {
     "starting": "#pragma taas --gpus 2\ngot = held",
     "training": "#pragma taas --gpus 2\ngot = stay(place)",
     "ending": "#pragma taas --gpus 2\ngot = Kept(place)",
-    "delivering": (
-        "#pragma taas --gpus 2 --cpus 1\n"
-        "count = 0\n"
-        "for batch in slow:\n"
-        "    count += 1\n"
-        "    if count == 3: got = stay(place)"
-    ),
+    "delivering": block("""
+        #pragma taas --gpus 2 --cpus 1
+        count = 0
+        for batch in slow:
+            count += 1
+            if count == 3: got = stay(place)
+    """),
     "idle": "#pragma taas --gpus 2\ngot = place",
     "kept": "#pragma taas --gpus 2 --keep\ngot = stay(place)",
 }
@@ -184,7 +185,10 @@ def kernel_deaths() -> list[Fault]:
 
 
 class Stage:
-    """A notebook in which faults are tried, one after the other; its kernel is another one where it has to be."""
+    """A notebook in which faults are tried, one after the other.
+
+    Its kernel is another one where it has to be.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -271,7 +275,7 @@ class Stage:
         self._let_happen(fault, struck)
 
     def strike_if_there(self, fault: Fault) -> None:
-        """Let the fault happen, if an earlier one has not taken along whom it strikes, or takes him just now."""
+        """Let the fault happen, unless an earlier fault has ended its victim."""
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
             self._let_happen(fault, self.find(fault.who))
 
@@ -285,7 +289,10 @@ class Stage:
             until(lambda: not any(map(_alive, struck)))  # a large process takes a while to die
 
     def follow(self, then: str) -> Ran:
-        """Interrupt the cell, or let it go to its end, or run the next one in the kept ranks; returns how it ended."""
+        """Interrupt the cell, or let it go to its end, or run the next one in the kept ranks.
+
+        Returns how it ended.
+        """
         if then == "release":
             self.notebook.good("%taas release")
             return Ran()
@@ -304,7 +311,10 @@ class Stage:
         return ran
 
     def check(self) -> None:
-        """Nothing of the run is left, and the next one runs: that of the next row, where this one had one here."""
+        """Nothing of the run is left, and the next one runs.
+
+        The next run is that of the next row, if this row had one.
+        """
         until(lambda: not self._left())
         starved = bool(self._starved)
         for one, limits in self._starved:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def printed(program: str, folder: Path | None = None) -> list[str]:
-    """Run a program in a fresh interpreter, which must not complain; returns the lines it prints."""
+    """Run a program in a fresh interpreter, which must not complain.
+
+    Returns the lines it prints.
+    """
     ran = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -35,7 +38,10 @@ for name, program in {programs!r}.items():
 
 
 def all_printed(programs: Mapping[str, str], *, imports: str) -> dict[str, list[str]]:
-    """Run programs in forks of a fresh interpreter that has imported some modules; returns the lines that each prints."""
+    """Run programs in forks of a fresh interpreter that has imported some modules.
+
+    Returns the lines that each prints.
+    """
     lines = "\n".join(printed(_EACH.format(imports=imports, programs={**programs})))
     parts = (part.partition("\n") for part in f"\n{lines}".split("\n# ")[1:])
     return {name: said.splitlines() for name, _, said in parts}

@@ -94,7 +94,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that taas has on this machine for one notebook, as the process table shows them."""
+    """The processes of taas on this machine for one notebook, from the process table."""
 
     supervisor: list[psutil.Process]
     agents: list[psutil.Process]
@@ -205,7 +205,10 @@ class Notebook:
         return self._ran
 
     def ends_within(self, seconds: float) -> bool:
-        """Tell whether the cell that was started ends so soon; :meth:`end` returns it all the same."""
+        """Tell whether the cell that was started ends so soon.
+
+        :meth:`end` returns it all the same.
+        """
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while not self._ended:
@@ -273,9 +276,10 @@ class Notebook:
         return False
 
     def processes(self) -> Processes:
-        """Return what taas runs for this notebook: descendants of this process, which adopts orphans.
+        """Return what taas runs for this notebook.
 
-        What descends from a process that was there before this notebook is another notebook's.
+        They are descendants of this process, which adopts orphans. What descends from a process
+        that was there before this notebook is another notebook's.
         """
         found: dict[str, list[psutil.Process]] = {
             name: [] for name in Processes.__dataclass_fields__
@@ -290,7 +294,7 @@ class Notebook:
         commands = {process.pid: command for process, command, _, _ in table}
 
         def is_one(command: str, parent: int, module: str) -> bool:
-            """Whether it is one itself, and no child of one that is just becoming another program."""
+            """Return whether it is one itself, and not a child that becomes another program."""
             return command.endswith(f"-m {module}") and commands.get(parent) != command
 
         agents = {p.pid for p, command, parent, _ in table if is_one(command, parent, "taas.agent")}

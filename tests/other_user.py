@@ -52,7 +52,10 @@ class Doors:
 
 
 def doors(processes: Iterable[psutil.Process]) -> Doors:
-    """Return what these processes listen on; a name in the abstract namespace begins with a zero byte."""
+    """Return what these processes listen on.
+
+    A name in the abstract namespace begins with a zero byte.
+    """
     listening = {}
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split()
@@ -73,7 +76,7 @@ def doors(processes: Iterable[psutil.Process]) -> Doors:
 
 
 def private(path: str, top: Path) -> bool:
-    """Whether one of the folders below ``top`` that a path leads through can be entered by its owner only."""
+    """Return whether only an owner can enter one of the folders of a path below ``top``."""
     modes = [parent.stat().st_mode for parent in Path(path).parents if top in parent.parents]
     return any(not mode & (stat.S_IRWXG | stat.S_IRWXO) for mode in modes)
 
@@ -96,7 +99,7 @@ def become_other_user() -> None:
 
 
 def try_all(found: Doors, trace: Path) -> dict[str, list[str]]:
-    """Come in by every door: connect many times and stay, send rubbish and pickles, plant values in stores, read files.
+    """Come in by every door: connect often and stay, send rubbish and pickles, read files.
 
     Returns:
         What he came into, by way; all lists are empty where nothing of it is open to him.
@@ -149,7 +152,7 @@ _DEPTH = 3000
 
 
 def _nest(folder: Path) -> None:
-    """Make as many folders below one another as no path can name, and ``supervisor`` as the topmost."""
+    """Make folders below one another that no path can name, with ``supervisor`` on top."""
     folder.mkdir(mode=0o777)
     os.chdir(folder)
     for name in ("supervisor", *["d"] * (_DEPTH - 1)):
@@ -187,7 +190,7 @@ TRAPS: dict[str, Callable[[Path], object]] = {
 
 
 def swap(folder: Path, until_closed: int) -> None:
-    """Put a FIFO in place of a folder that looks like a supervisor's, and back, until a pipe is closed."""
+    """Swap a folder that looks like a supervisor's for a FIFO and back, until a pipe is closed."""
     _look_like_one(folder)
     fifo, aside = folder.with_name("fifo"), folder.with_name("aside")
     os.mkfifo(fifo)

@@ -1,4 +1,6 @@
-"""What this machine lets a test do beyond running programs, found by trying it once; who needs more is skipped.
+"""What this machine lets a test do beyond running programs, found by trying it once.
+
+Who needs more is skipped.
 
 The one place that knows: a container without privileges, a chroot, an ordinary user and a machine
 that refuses user namespaces differ in nothing but these.

@@ -1,4 +1,4 @@
-"""Real ranks for tests: forked from a warm server, with torchrun's environment and a store in the test.
+"""Real ranks for tests: forked from a warm server, with torchrun's environment.
 
 ``run_ranks(function, world)`` does what the agent and the rank's entry do around a cell, and no
 more. The functions live at the top level of the test modules, and return something picklable.
@@ -44,7 +44,10 @@ _main_lock = threading.Lock()
 
 @dataclass
 class Outcome:
-    """How one rank ended: ``error`` names the exception's class, or says ``"killed"`` of one ended with the others."""
+    """How one rank ended.
+
+    ``error`` names the exception's class, or is ``"killed"`` if it was ended with the others.
+    """
 
     value: Any = None
     error: str = ""
@@ -72,7 +75,9 @@ def warm_server() -> Iterator[None]:
 def run_ranks(
     function: Callable[..., Any], world: int, *args: Any, fails: bool = False, **how: Any
 ) -> list[Any]:
-    """Run ``function(*args)`` in ``world`` ranks, as :func:`launch` does; returns what each returned.
+    """Run ``function(*args)`` in ``world`` ranks, as :func:`launch` does.
+
+    Returns what each returned.
 
     With ``fails=True`` the outcomes are returned instead, and failures are expected.
     """
@@ -97,7 +102,9 @@ def launch(
     environ: Mapping[str, str] | None = None,
     devices: int | None = None,
 ) -> list[Outcome]:
-    """Run ranks on ``vms`` pretended VMs; returns how each ended. With another ``host`` they meet through a TCPStore.
+    """Run ranks on ``vms`` pretended VMs.
+
+    Returns how each ended. With another ``host`` they meet through a TCPStore.
 
     Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one
     begins. ``environ`` are variables beside torchrun's; a rank sees a rehearsed device for each

@@ -1,4 +1,6 @@
-"""Ray's own autoscaler (v2) on this machine: a head, and nodes that come and go, each a real raylet (`FakeMultiNodeProvider`).
+"""Ray's own autoscaler (v2) on this machine.
+
+It has a head, and nodes that come and go, each a real raylet (`FakeMultiNodeProvider`).
 
 `ray.cluster_utils.AutoscalingCluster` cannot be used: it reads an example.yaml that is not in the
 wheel, and ends every Ray of the machine at its start and end.
@@ -24,9 +26,16 @@ _HEAD_TYPE = "ray.head.default"  # as the provider calls it
 _MEMORY = 80_000_000
 _TYPES = {"g2.8": {"CPU": 4, "GPU": 8, "g2.8": 1}, "c1.4": {"CPU": 4, "c1.4": 1}}
 _LISTS = (
-    "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
-    "head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter",
-)  # fmt: skip
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+    "cluster_synced_files",
+    "rsync_exclude",
+    "rsync_filter",
+)
 
 
 def _free_port() -> int:
@@ -35,7 +44,7 @@ def _free_port() -> int:
 
 
 class AutoscaledCluster:
-    """A head, and at most two nodes of each type, which go after six idle seconds; there inside a ``with``.
+    """A head, and at most two nodes of each type, which go after six idle seconds.
 
     Attributes:
         address: Ray's.

@@ -1,4 +1,6 @@
-"""Real Ray nodes on one machine, each with an address and files of its own: what VMs are to a cluster.
+"""Real Ray nodes on one machine, each with an address and files of its own.
+
+They are what VMs are to a cluster.
 
 A node is a network namespace with one interface (a veth pair into a bridge), a mount namespace with
 a ``/tmp`` and a ``/dev/shm`` of its own, and a process namespace in which Ray runs. The head alone
@@ -79,7 +81,10 @@ class Node:
     # ------------------------------------------------------------ running something there
 
     def command(self, *arguments: str, folder: str = "/tmp") -> list[str]:
-        """A command line that runs another one in this node, in a folder of it; the process keeps its id."""
+        """A command line that runs another one in this node, in a folder of it.
+
+        The process keeps its id.
+        """
         spaces = [
             f"--{kind}=/proc/{self._holder.pid}/ns/{name}"
             for kind, name in (("net", "net"), ("mount", "mnt"))
@@ -191,7 +196,7 @@ class Node:
 
 
 class Switch:
-    """A bridge in a network namespace of its own, and what is plugged into it; there inside a ``with``."""
+    """A bridge in a network namespace of its own, and what is plugged into it."""
 
     def __enter__(self) -> Switch:
         self._holder = hold(["unshare", "--net"], [], {"PATH": os.environ["PATH"]})
@@ -298,7 +303,10 @@ class RayCluster:
 
 
 class KernelThere(KernelManager):
-    """Starts its kernel on a node; they speak over sockets in the file system, which reach across networks."""
+    """Start its kernel on a node, and speak with it over sockets in the file system.
+
+    Those reach across networks.
+    """
 
     there: Node
     project: Path
@@ -311,7 +319,7 @@ class KernelThere(KernelManager):
 
 
 def _clean_environment() -> dict[str, str]:
-    """What a node's processes get: nothing of this process's folders, and a token of the cluster's own."""
+    """Return what a node's processes get: a token of the cluster's, and no folder of ours."""
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
         "PATH": os.environ["PATH"],
@@ -325,7 +333,7 @@ def _clean_environment() -> dict[str, str]:
 def hold(
     unshare: list[str], words: list[str], environ: Mapping[str, str], script: str = _HOLD
 ) -> subprocess.Popen[str]:
-    """A process that keeps namespaces alive, with an empty directory at each of some places, or what a script makes."""
+    """A process that keeps namespaces alive, after a script or with some empty directories."""
     holder = subprocess.Popen(
         [*unshare, "sh", "-c", script, "hold", *words],
         env={"HOME": "/", **environ},

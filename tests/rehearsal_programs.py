@@ -1,4 +1,7 @@
-"""Programs for one rehearsed rank that is cuda:0 of one. Each states, and asserts, what a GPU program relies on."""
+"""Programs for one rehearsed rank that is cuda:0 of one.
+
+Each states, and asserts, what a GPU program relies on.
+"""
 
 # ruff: noqa: N812 - F is what programs call it
 
@@ -23,15 +26,41 @@ from taas.errors import CannotRehearse
 CPU = torch.device("cpu")
 # what needs no GPU: modules, classes, flags, and switches that only set a variable
 BY_ITSELF = (
-    *("ComplexDoubleStorage", "ComplexFloatStorage", "CudaError", "DeferredCudaCallError", "cudaStatus"),
-    *("amp", "graph_annotations", "graphs", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "sparse"),
-    *("caching_allocator_disabled", "caching_allocator_enable", "get_allocator_backend", "streams", "tunable"),
+    *(
+        "ComplexDoubleStorage",
+        "ComplexFloatStorage",
+        "CudaError",
+        "DeferredCudaCallError",
+        "cudaStatus",
+    ),
+    *(
+        "amp",
+        "graph_annotations",
+        "graphs",
+        "jiterator",
+        "memory",
+        "nccl",
+        "nvtx",
+        "profiler",
+        "random",
+        "sparse",
+    ),
+    *(
+        "caching_allocator_disabled",
+        "caching_allocator_enable",
+        "get_allocator_backend",
+        "streams",
+        "tunable",
+    ),
     *("default_generators", "has_half", "has_magma"),
-)  # fmt: skip
+)
 
 
 def every_name_of_torch_cuda_is_accounted_for():
-    """Each public name of torch.cuda is rehearsed, refused or needs no GPU; a new torch's new names fail here."""
+    """Each public name of torch.cuda is rehearsed, refused or needs no GPU.
+
+    A new torch's new names fail here.
+    """
     from taas.rehearsal import cuda_module, refused, tensors
 
     legacy = {f"{name}{kind}" for name in tensors.LEGACY_TYPES for kind in ("Tensor", "Storage")}
@@ -83,7 +112,7 @@ def what_comes_from_the_gpu_is_a_copy():
 
 
 def what_goes_to_the_gpu_is_a_copy():
-    """In-place work on a batch that was sent leaves the one in host memory alone, and what was sent is dense."""
+    """In-place work on a batch that was sent leaves host memory alone; what was sent is dense."""
     batch = torch.arange(12).reshape(3, 4)
     for send in (
         lambda: batch.to("cuda"),
@@ -115,7 +144,10 @@ def a_leaf_stays_the_leaf_that_an_optimizer_has():
 
 
 def a_frozen_parameter_stays_itself():
-    """What a GPU has already is sent there as it is: a buffer that a library keeps as a frozen Parameter stays one."""
+    """What a GPU has already is sent there as it is.
+
+    A buffer that a library keeps as a frozen Parameter stays one.
+    """
 
     class Scale(nn.Parameter):
         pass
@@ -133,7 +165,7 @@ def a_frozen_parameter_stays_itself():
 
 
 class _Table:
-    """A container of tensors that says by a table what functions of torch mean for it, as tensordict does."""
+    """A container of tensors with a table of torch's functions for it, as tensordict has."""
 
     meanings: ClassVar[dict] = {}
 
@@ -159,7 +191,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
 
 
 def who_overrides_functions_of_torch_is_told_what_was_called():
-    """A class's table and a mode get the function that stands in torch, and with it the arguments as they were given."""
+    """A class's table and a mode get torch's own function, and the arguments as given."""
     like = [
         getattr(torch, f"{name}_like")
         for name in ("zeros", "ones", "empty", "full", "rand", "randn")
@@ -192,7 +224,10 @@ def who_overrides_functions_of_torch_is_told_what_was_called():
 
 
 def seeds_of_cuda_are_its_own():
-    """Seeding CUDA leaves the CPU's stream alone; what is drawn on a device repeats with its seed."""
+    """Seeding CUDA leaves the CPU's stream alone.
+
+    What is drawn on a device repeats with its seed.
+    """
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -245,7 +280,10 @@ def autocast_computes_in_its_dtype():
 
 
 def checkpoints_load_onto_any_device():
-    """map_location in every form: string, device, number, dict, callable; and none for a file saved on a GPU."""
+    """map_location in every form, and none for a file saved on a GPU.
+
+    Its forms are string, device, number, dict and callable.
+    """
     file = io.BytesIO()
     torch.save({"w": torch.arange(3.0)}, file)
     on_gpu = io.BytesIO(_as_if_saved_on_cuda(file.getvalue()))
@@ -361,8 +399,12 @@ def libraries_without_a_gpu_are_refused_by_name():
     )  # what these two are, where the machine of the tests has them or not
     (installed / "cupy.py").write_text("")
     (installed / "pynvml.py").write_text(
-        "class NVMLError(Exception):\n    def __str__(self): return self.value\n"
-        "class NVMLError_LibraryNotFound(NVMLError): pass\ndef nvmlInit(): pass\n"
+        """
+class NVMLError(Exception):
+    def __str__(self): return self.value
+class NVMLError_LibraryNotFound(NVMLError): pass
+def nvmlInit(): pass
+"""
     )
     sys.path.insert(0, str(installed))
     for error in (CannotRehearse, ImportError):

@@ -33,7 +33,10 @@ def nccl_groups_are_made_of_gloo():
 
 
 def a_group_has_the_backend_that_the_program_asked_for():
-    """A library that compares it goes on; torch, which chooses by it how to do something, is told the real one."""
+    """A library that compares it goes on.
+
+    torch, which chooses by it how to do something, is told the real one.
+    """
     assert dist.get_backend() == dist.get_backend(dist.group.WORLD) == "nccl"
     assert dist.get_backend_config() == "cuda:nccl"
     assert dist.distributed_c10d.get_backend() == "nccl"
@@ -144,7 +147,10 @@ def _net(norm=nn.BatchNorm2d):
 
 
 def ddp_takes_device_ids():
-    """DDP with device_ids and output_device trains; several device_ids are refused as torch refuses them."""
+    """DDP with device_ids and output_device trains.
+
+    Several device_ids are refused as torch refuses them.
+    """
     net = _net().cuda(RANK)
     ddp = DDP(net, device_ids=[RANK], output_device=RANK, find_unused_parameters=True)
     with torch.autocast("cuda"):
@@ -161,7 +167,7 @@ def ddp_takes_device_ids():
 
 
 def sync_batch_norm_is_batch_norm_over_all_ranks():
-    """SyncBatchNorm's output, gradients and running statistics are those of batch norm on the whole batch."""
+    """SyncBatchNorm's output, gradients and statistics are those of the whole batch."""
     for sizes in ([4, 4], [5, 2], [6, 0]):
         torch.manual_seed(1)
         whole = torch.randn(sum(sizes), 3, 4, 4, dtype=torch.float64)
@@ -197,7 +203,7 @@ def _normalised(norm, whole, sizes):
 
 
 def fsdp1_shards():
-    """FSDP1 trains with device_id in every form, mixed precision and a full state dict at the end."""
+    """FSDP1 trains with each form of device_id, mixed precision and a full state dict."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -220,7 +226,10 @@ def fsdp1_shards():
 
 
 def fsdp2_shards_and_saves():
-    """fully_shard trains on its default mesh; its sharded state is saved and loaded by every rank."""
+    """fully_shard trains on its default mesh.
+
+    Its sharded state is saved and loaded by every rank.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,4 +1,4 @@
-"""A real Slurm on one machine: a login node and others, each with a host name, an address and process ids of its own.
+"""A real Slurm on one machine: nodes with host names, addresses and process ids of their own.
 
 slurmctld runs on ``login``, where the notebook is, slurmd on ``node1`` and so on; munge for all of
 them. A node is a network, UTS, process and mount namespace, with a ``/dev/shm`` of its own; files
@@ -32,8 +32,14 @@ _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 DEBIAN = "slurmctld slurmd slurm-client munge iproute2"
 # Process 1 of a node reaps what is orphaned; it ends, and with it all others, at the end of its
 # standard input.
-_INIT = """exec 3<&0; set -e; hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount -t tmpfs none /dev/shm
-echo up; cat <&3 >/dev/null & wait"""
+_INIT = """exec 3<&0
+set -e
+hostname "$1"
+mount --bind "$2/hosts" /etc/hosts
+mount -t tmpfs none /dev/shm
+echo up
+cat <&3 >/dev/null &
+wait"""
 _CONF = """
 ClusterName=tests
 SlurmctldHost=login(10.84.19.1)
@@ -70,7 +76,9 @@ PropagateResourceLimits=NONE
 _EPILOG = """#!/bin/sh
 for e in /proc/[0-9]*/environ; do
   p=${e#/proc/} p=${p%/*}
-  [ "$p" = $$ ] || ! grep -qz "^SLURM_JOB_ID=$SLURM_JOB_ID$" "$e" 2>/dev/null || kill -9 "$p" 2>/dev/null
+  [ "$p" = $$ ] && continue
+  grep -qz "^SLURM_JOB_ID=$SLURM_JOB_ID$" "$e" 2>/dev/null || continue
+  kill -9 "$p" 2>/dev/null
 done
 exit 0
 """
@@ -121,7 +129,10 @@ class Machine:
             )
 
     def command(self, *arguments: str, folder: str = "/") -> list[str]:
-        """A command line that runs another one there, in a folder; on the login node the process keeps its id."""
+        """A command line that runs another one there, in a folder.
+
+        On the login node the process keeps its id.
+        """
         spaces = ["--net", "--uts", "--mount", *(["--pid"] if self._number else [])]
         return ["nsenter", f"--target={self.pid}", *spaces, "--", "env", "-C", folder, *arguments]
 

@@ -1,4 +1,6 @@
-"""Every way we know to write a project from a rank that may not: the table, and the process that runs it.
+"""Every way we know to write a project from a rank that may not.
+
+Here are the table, and the process that runs it.
 
 ``python tests/storage_attacks.py MECHANISM MODE UID`` forks one process per attack, each on a
 project of its own, raises the wall in it, attacks, and prints one JSON object: attack -> [outcome,

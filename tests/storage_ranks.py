@@ -28,7 +28,10 @@ class Run:
         self.project.mkdir()
 
     def now(self) -> int:
-        """The time in nanoseconds by the clock of the file system; what is done from now on is later."""
+        """The time in nanoseconds by the clock of the file system.
+
+        What is done from now on is later.
+        """
         first = now = clock_of(str(self.base))
         while now == first:  # it ticks some hundred times a second
             now = clock_of(str(self.base))

@@ -90,7 +90,10 @@ def _identity():
 
 
 def test_class_and_attributes_are_those_programs_expect():
-    """isinstance, ``module``, ``state_dict`` keys, deepcopy, pickle; parameters are the model's own objects."""
+    """isinstance, ``module``, ``state_dict`` keys, deepcopy, pickle.
+
+    Parameters are the model's own objects.
+    """
     assert run_ranks(_identity, 2) == [(True,) * 8] * 2
 
 
@@ -110,7 +113,10 @@ def _work():
 
 
 def test_each_rank_computes_its_share_only():
-    """Forward and backward of a rank see its slice: a third of the batch, and replica 0's again where none is left."""
+    """Forward and backward of a rank see its slice.
+
+    That is a third of the batch, and replica 0's again where none is left.
+    """
     assert run_ranks(_work, 3) == [
         ([4, 3, 1], [4, 3, 1]),
         ([4, 3, 1], [4, 3, 1]),
@@ -152,7 +158,10 @@ def _shuffle_with_dropout():
 
 
 def test_dropout_leaves_the_shuffling_stream_alone():
-    """Slices of different size draw differently; the batches stay the same, and replicas' masks differ."""
+    """Slices of different size draw differently.
+
+    The batches stay the same, and replicas' masks differ.
+    """
     results = run_ranks(_shuffle_with_dropout, 2)
     again = run_ranks(_shuffle_with_dropout, 2)
     assert results[0] == results[1] == again[0]

@@ -120,7 +120,10 @@ def _only_the_last(url, folder):
 
 @pytest.mark.parametrize(("where", "vms"), [("data", 1), ("../elsewhere", 2)])
 def test_torchvision_dataset_is_downloaded_once(site, where, vms):
-    """Four ranks, MNIST's file format, inside the project and outside: each file is fetched once, all read it."""
+    """Four ranks, MNIST's file format, inside the project and outside.
+
+    Each file is fetched once, all read it.
+    """
     url, asked, md5 = site
     results = run_ranks(_mnist, 4, url, md5, where, vms=vms)
     assert results == [results[0]] * 4
@@ -148,7 +151,10 @@ def test_rank_that_downloads_alone_does_not_wait_for_ever(site, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what another user's is")
 def test_locks_in_a_folder_that_another_user_made_first_are_refused(tmp_path, monkeypatch):
-    """Where runs of this user wait for each other, nobody else may hold them up: names in /tmp are anybody's to make."""
+    """Where runs of this user wait for each other, nobody else may hold them up.
+
+    Names in /tmp are anybody's to make.
+    """
     from taas.adopt.downloads import _locked
 
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "project" / "runtime"))

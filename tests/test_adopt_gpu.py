@@ -95,7 +95,7 @@ def _nccl_in(group):
 
 
 def test_group_speaks_nccl_where_each_rank_has_a_gpu():
-    """One rank is enough to see that every collective is one NCCL has, of the class that torch chooses (since 2.15 a new one).
+    """One rank shows it: each collective is one that NCCL has, of the class that torch chooses.
 
     Not run on a GPU since the group is one of torch's own.
     """
@@ -160,7 +160,7 @@ def _copies_beside_a_busy_stream():
 
 
 def test_names_are_packed_beside_a_stream_that_hangs():
-    """Copies of the packing thread do not wait for what the GPU was asked before, and it is seen to be busy."""
+    """Copies of the packing thread do not wait for the GPU's earlier work, which goes on."""
     assert run_ranks(_copies_beside_a_busy_stream, 1, rehearsed=False) == [
         (False, [float(1 << 20)], True)
     ]
@@ -221,7 +221,10 @@ def _waits_for_a_rank_that_is_not_in_the_first_collective(fifo):
 
 
 def test_a_wait_in_the_first_collective_is_broken_off(tmp_path):
-    """The commonest hang: NCCL makes a communicator, for which one rank never comes. One GPU shows it. Not run on a GPU yet."""
+    """The commonest hang: NCCL makes a communicator, for which one rank never comes.
+
+    One GPU shows it. Not run on a GPU yet.
+    """
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     found = run_ranks(
@@ -244,27 +247,30 @@ def _contexts_of_each_rank():
 
 @pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs")
 def test_a_rank_above_0_leaves_gpu_0_alone():
-    """Pinning, looks from other threads and packing make no context there. Not run on GPUs yet; on the CPU: test_own_gpu.py."""
+    """Pinning, looks from other threads and packing make no context there.
+
+    Not run on GPUs yet; on the CPU: test_own_gpu.py.
+    """
     assert run_ranks(_contexts_of_each_rank, 2, rehearsed=False) == [[0], [1]]
 
 
 @pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_wait_in_nccl_is_broken_off_and_the_process_lives(debug):
-    """Also in a group that was made without a backend, and behind torch's own wrapper for debugging."""
+    """Also in a group made without a backend, and behind torch's wrapper for debugging."""
     for kinds in run_ranks(_waits_for_a_rank_that_does_not_come, 2, debug, rehearsed=False):
         assert set(kinds) == {"ProcessGroupNCCL"}
 
 
 def test_nccl2_is_not_aborted():
-    """Its abort would end the process: the names come from beside it, and the rank is ended then."""
+    """Its abort would end the process, so names are read beside it, and the rank is ended."""
     if not hasattr(dist, "ProcessGroupNCCL2"):
         pytest.skip("this torch has one NCCL backend")
     assert run_ranks(_group_of_one, 1, "nccl2", rehearsed=False) == [["ProcessGroupNCCL2"]]
 
 
 def test_what_a_rank_gets_as_nccl_can_be_aborted():
-    """One GPU shows it: the class of the backend, and that the process and its next group live after an abort."""
+    """One GPU shows it: the backend's class, and that process and next group survive an abort."""
     assert run_ranks(_aborted_and_made_anew, 1, rehearsed=False) == [["ProcessGroupNCCL"]]
 
 

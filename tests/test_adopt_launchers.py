@@ -88,7 +88,10 @@ def test_more_processes_are_refused():
 
 
 def test_group_is_gone_when_the_function_returns():
-    """A function that never destroys its group can be spawned again, by fewer ranks than there are; and on two VMs."""
+    """A function that never destroys its group can be spawned again, by fewer ranks.
+
+    The same holds on two VMs.
+    """
     seen = [[(rank, 2, 2.0)] * 2 for rank in range(2)] + [[]]
     assert [(one, False, "3") for one in seen] == run_ranks(_twice_without_destroy, 3, 2)
     seen = [[(rank, 4, 4.0)] * 2 for rank in range(4)]
@@ -96,7 +99,10 @@ def test_group_is_gone_when_the_function_returns():
 
 
 def test_failing_rank_speaks_first():
-    """The error is the function's own; the other rank reports it only after the run should have ended."""
+    """The error is the function's own.
+
+    The other rank reports it only after the run should have ended.
+    """
     first, second = run_ranks(_spawn_noting, 2, 2, _fail_on_1, fails=True, grace=1.0)
     assert (second.error, second.text) == ("ValueError", "rank 1 is ill")
     assert first.error == "killed"
@@ -152,9 +158,16 @@ def _lightning():
     pl.seed_everything(1, verbose=False)
     module = Module()
     trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp_notebook", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
-    )  # fmt: skip
+        max_epochs=2,
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy="ddp_notebook",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
     trainer.fit(module, DataLoader(_data(), batch_size=4))
     return (
         trainer.world_size,
@@ -166,7 +179,10 @@ def _lightning():
 
 
 def test_lightning_trains_in_the_ranks():
-    """A strategy that forks uses the ranks that are there, on two VMs: ``num_nodes`` is supplied, and all end with one model."""
+    """A strategy that forks uses the ranks that are there, on two VMs.
+
+    ``num_nodes`` is supplied, and all end with one model.
+    """
     first, second = run_ranks(_lightning, 2, vms=2, rehearsed=False)
     assert first[:3] == second[:3] == (2, 2, 16)
     assert first[3] == second[3]

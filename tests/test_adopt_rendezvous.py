@@ -77,7 +77,7 @@ def test_urls_lead_to_the_run(tmp_path):
 
 @pytest.mark.parametrize("host", [LOOPBACK, SEVERAL_MACHINES])
 def test_group_is_made_again_after_destroy(host):
-    """Three groups one after another, whose port is the program's own, on one machine and on several."""
+    """Three groups after another on a port of the program's, on one machine and on several."""
     assert run_ranks(_three_times, 2, host=host) == [[(0, 2, 3.0)] * 3, [(1, 2, 3.0)] * 3]
 
 
@@ -132,7 +132,10 @@ def _imported_and_chosen():
 
 @pytest.mark.parametrize("rehearsed", [False, True])
 def test_ranks_of_the_harness_are_started_as_an_agent_starts_them(rehearsed):
-    """What holds in a notebook's ranks holds in those of the tests: the preloading too, which settles torch's NCCL."""
+    """What holds in a notebook's ranks holds in those of the tests.
+
+    That includes the preloading, which settles torch's NCCL.
+    """
     creator = "_create_nccl_process_group" if hasattr(dist, "ProcessGroupNCCL2") else ""
     expected = (True, creator, None)
     assert run_ranks(_imported_and_chosen, 2, rehearsed=rehearsed) == [expected, expected]

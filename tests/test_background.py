@@ -1,4 +1,4 @@
-"""Background runs: the prompt is back at once, the run outlives its kernel, and one comes back to it."""
+"""Background runs: the prompt is back at once, the run outlives its kernel, one attaches again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone, terminal, until
 
 from taas.runs.records import read_records
@@ -43,7 +44,9 @@ def open_notebook(project: Path) -> Notebook:
 def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names(
     tmp_path: Path,
 ) -> None:
-    """The run goes on without its kernel, ends, and its supervisor ends with it; a new kernel has its names.
+    """The run goes on without its kernel, ends, and its supervisor ends with it.
+
+    A new kernel has its names.
 
     It comes first: while there is another notebook, its processes are found, too.
     """
@@ -51,18 +54,26 @@ def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names
     second = None
     try:
         first.good(
-            "import torch\n"
-            "class Net(torch.nn.Module):\n"
-            "    def __init__(self):\n"
-            "        super().__init__()\n"
-            "        self.layer = torch.nn.Linear(2, 1, bias=False)\n"
-            "model = Net()\nlosses = []\nlr = 0.5"
+            block("""
+                import torch
+                class Net(torch.nn.Module):
+                    def __init__(self):
+                        super().__init__()
+                        self.layer = torch.nn.Linear(2, 1, bias=False)
+                model = Net()
+                losses = []
+                lr = 0.5
+            """)
         )
         first.good(
             "#pragma taas --gpus 2 --background --name night"
             + GATED.format(gate="go")
-            + "losses.append(lr)\nmodel.layer.weight.data.fill_(7.0)\nbest ="
-            " model\nprint('trained')"
+            + block("""
+                losses.append(lr)
+                model.layer.weight.data.fill_(7.0)
+                best = model
+                print('trained')
+            """)
         )
         first.start("%taas attach night")
         first.wait_for("ready")
@@ -90,10 +101,18 @@ def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names
 
 
 def test_the_cell_returns_a_handle_and_attach_changes_objects_in_place(notebook: Notebook) -> None:
-    """The cell is over while the ranks go on; attach shows the output from the beginning and brings the names."""
+    """The cell is over while the ranks go on.
+
+    Attach shows the output from the beginning and brings the names.
+    """
     notebook.good(
-        "history = ['before']\nalias = history\nimport torch\nweights = torch.zeros(3)\nview ="
-        " weights[:1]"
+        block("""
+            history = ['before']
+            alias = history
+            import torch
+            weights = torch.zeros(3)
+            view = weights[:1]
+        """)
     )
     ran = notebook.good(
         "#pragma taas --gpus 2 --background --name train"
@@ -151,7 +170,7 @@ def test_attach_raises_what_the_run_raised(notebook: Notebook) -> None:
 
 
 def test_two_background_runs_never_mix(notebook: Notebook) -> None:
-    """Runs at the same time keep their own output and names, and a foreground cell runs beside them."""
+    """Runs at the same time keep their own output and names, also beside a foreground cell."""
     for name in ("left", "right"):
         notebook.good(
             f"#pragma taas --gpus 1 --background --name {name}"
@@ -198,7 +217,10 @@ def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_p
 
 
 def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) -> None:
-    """Not to another's of the same name, which began later, when this one was over: two of one name never go on."""
+    """Never to another of the same name, which began later, when this one was over.
+
+    Two of one name never go on.
+    """
 
     def opened(who: str) -> Notebook:
         book = Notebook(tmp_path, environ={"JPY_SESSION_NAME": str(tmp_path / f"{who}.ipynb")})
@@ -242,10 +264,18 @@ def heard(notebook: Notebook, text: str, seconds: float = 120) -> dict[str, Any]
 
 
 def test_a_background_run_notifies(notebook: Notebook) -> None:
-    """The browser is asked at the start, and told at the end, once, though the run is attached afterwards; not hours later."""
+    """The browser is asked at the start, and told once at the end, but not hours later.
+
+    It is told once though the run is attached afterwards.
+    """
     notebook.start(
-        "#pragma taas --gpus 1 --background --notify --name told\nimport time\nfrom pathlib import"
-        " Path\nwhile not Path('go-on').exists(): time.sleep(0.02)\nraise ValueError('at night')"
+        block("""
+            #pragma taas --gpus 1 --background --notify --name told
+            import time
+            from pathlib import Path
+            while not Path('go-on').exists(): time.sleep(0.02)
+            raise ValueError('at night')
+        """)
     )
     assert "new Notification(" not in heard(notebook, "requestPermission")["text/html"]
     notebook.end()
@@ -273,15 +303,23 @@ CUT_OFF = {
 
 @pytest.mark.parametrize("run", CUT_OFF)
 def test_the_next_kernel_of_a_notebook_mends_its_lines(tmp_path: Path, run: str) -> None:
-    """A line that its kernel left says that it may be stale; the next kernel has the page show what became of the run."""
+    """A line that its kernel left says that it may be stale.
+
+    The next kernel has the page show what became of the run.
+    """
     options, said = CUT_OFF[run]
     environ = {"JPY_SESSION_NAME": str(tmp_path / "book.ipynb")}
     first = Notebook(tmp_path, environ=environ)
     try:
         first.good("%load_ext taas")
         first.start(
-            f"#pragma taas --gpus 1{options} --name cut\nimport time\nprint('ready', flush=True)\n"
-            "from pathlib import Path\nwhile not Path('go-on').exists(): time.sleep(0.02)"
+            block(f"""
+                #pragma taas --gpus 1{options} --name cut
+                import time
+                print('ready', flush=True)
+                from pathlib import Path
+                while not Path('go-on').exists(): time.sleep(0.02)
+            """)
         )
         if options:
             first.end()
@@ -327,23 +365,33 @@ def test_a_line_that_waits_for_a_person_is_not_stale(notebook: Notebook) -> None
 
 
 def test_what_a_run_was_given_is_let_go_when_nobody_attaches_it(tmp_path: Path) -> None:
-    """After an hour, or beyond 2 GB, the oldest first; the run's names are bound to new objects then, and that is said."""
+    """After an hour, or beyond 2 GB, the oldest first.
+
+    The run's names are bound to new objects then, and that is said.
+    """
     book = open_notebook(tmp_path)
     try:
         book.good(
-            "import gc, time, weakref\nfrom taas.notebook import pending\n"
-            "class Model: pass\n"
-            "def alive(): gc.collect(); return [ref() is not None for ref in refs]\n"
-            "refs = []"
+            block("""
+                import gc, time, weakref
+                from taas.notebook import pending
+                class Model: pass
+                def alive(): gc.collect(); return [ref() is not None for ref in refs]
+                refs = []
+            """)
         )
         for name in ("one", "two", "three"):
             book.good(
-                f"model = Model(); model.name = {name!r}; refs.append(weakref.ref(model))\n"
-                f"mine_{name} = [model.name]"
+                block(f"""
+                    model = Model(); model.name = {name!r}; refs.append(weakref.ref(model))
+                    mine_{name} = [model.name]
+                """)
             )
             book.good(
-                f"#pragma taas --gpus 2 --background --name {name}\n"
-                f"mine_{name}.append(model.name); model.trained = True"
+                block(f"""
+                    #pragma taas --gpus 2 --background --name {name}
+                    mine_{name}.append(model.name); model.trained = True
+                """)
             )
             book.good("_.result(100)")
         book.good("model = None; first = mine_one; last = mine_three")

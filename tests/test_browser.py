@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 import conftest
 import pytest
+from blocks import block
 from notebook_harness import terminal
 
 from taas.runs.records import read_records
@@ -66,7 +67,10 @@ class Server:
     project: Path
 
     def page(self, notebook: str, front: str = "lab") -> str:
-        """Return where a notebook is opened, made if it is not there: in JupyterLab, or in Notebook 7."""
+        """Return where a notebook is opened, in JupyterLab or Notebook 7.
+
+        It is made if it is not there.
+        """
         path = self.project / f"{notebook}.ipynb"
         if not path.exists():
             kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -98,7 +102,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One real server, on a port of its own choice, which shows notebooks in JupyterLab and in Notebook 7."""
+    """One real server on a free port, which shows notebooks in JupyterLab and in Notebook 7."""
     before = conftest.alive_below()
     project = tmp_path_factory.mktemp("project")
     subprocess.run(
@@ -107,14 +111,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     token = os.urandom(12).hex()
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ServerApp.port=0", "--allow-root",
-            f"--ServerApp.root_dir={project}", f"--IdentityProvider.token={token}",
+            sys.executable,
+            "-m",
+            "jupyter",
+            "lab",
+            "--no-browser",
+            "--ServerApp.port=0",
+            "--allow-root",
+            f"--ServerApp.root_dir={project}",
+            f"--IdentityProvider.token={token}",
         ],
         env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path_factory.mktemp("config"))},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
     assert process.stderr is not None
     try:
         found = (
@@ -133,7 +144,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def where_ranks_stand() -> str:
-    """Return what taas says of each run that goes on, and the machine's load: a failure that cannot be repeated tells enough."""
+    """Return what taas says of each run that goes on, and the machine's load.
+
+    A failure that cannot be repeated tells enough.
+    """
     said = [f"load {os.getloadavg()}"]
     for record in read_records():
         if record.live:
@@ -160,7 +174,10 @@ class Person:
         sync_api.expect(cells).to_have_count(count + 1, timeout=_PATIENCE)
 
     def knocks(self) -> None:
-        """Run the first cell until its kernel is connected and answers; what JupyterLab asks first is closed."""
+        """Run the first cell until its kernel is connected and answers.
+
+        What JupyterLab asks first is closed.
+        """
         question = self.dismisses_questions()
         self.page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
         self.page.keyboard.insert_text("pass")
@@ -186,7 +203,10 @@ class Person:
         self.page.keyboard.press("Escape")
 
     def waits_for_the_kernel(self, status: str = "idle") -> None:
-        """Wait until the toolbar shows it; for a cell that is typed before, JupyterLab starts another kernel."""
+        """Wait until the toolbar shows it.
+
+        For a cell that is typed before, JupyterLab starts another kernel.
+        """
         shown = self.page.locator(f'.jp-Notebook-ExecutionIndicator[data-status="{status}"]').first
         sync_api.expect(shown).to_be_attached(timeout=_PATIENCE)
 
@@ -207,7 +227,7 @@ class Person:
             raise
 
     def answers(self, text: str) -> None:
-        """Type it at a prompt; JupyterLab takes that away then, and the next one comes before or after."""
+        """Type it at a prompt, which JupyterLab then takes away, before or after the next one."""
         prompts = self.page.locator(".jp-Stdin-input")
         sync_api.expect(prompts).to_have_count(1, timeout=_PATIENCE)
         prompt = prompts.element_handle()
@@ -251,7 +271,10 @@ class Room:
         self.project = server.project
 
     def opens(self, notebook: str, front: str = "lab", *, again: bool = False) -> Person:
-        """Open a notebook in a browser of its own; with an idle kernel, or again, with the one that runs a cell."""
+        """Open a notebook in a browser of its own.
+
+        It gets an idle kernel, or, opened again, the one that runs a cell.
+        """
         page = self._browser.new_context(viewport={"width": 1100, "height": 720}).new_page()
         self._pages.append(page)
         page.goto(self._server.page(notebook, front), timeout=_PATIENCE)
@@ -291,7 +314,7 @@ def room(server: Server, request: pytest.FixtureRequest) -> Iterator[Room]:
 @pytest.mark.slow(rows=1)
 @pytest.mark.parametrize("front", ["lab", "notebook"])
 def test_a_day_at_the_notebook(room: Room, front: str) -> None:
-    """Run, watch the live view change, interrupt, look at the table, leave, restart, come back, take the names."""
+    """Run, watch, interrupt, look at the table, leave, restart, come back, take the names."""
     if front == "notebook":
         pytest.importorskip("notebook", reason="Notebook 7 is not installed")
     person = room.opens(f"training-{front}", front)
@@ -356,17 +379,28 @@ def test_a_hundred_thousand_lines(room: Room) -> None:
 
 
 def test_a_curve_and_a_bar(room: Room) -> None:
-    """The live line comes back after each clear_output; tqdm.notebook draws its bar, also in a page loaded again."""
+    """The live line comes back after each clear_output.
+
+    tqdm.notebook draws its bar, also in a page loaded again.
+    """
     person = room.opens("curve")
     page = person.page
     person.enter(
         "%load_ext taas\nfrom IPython.display import clear_output\nfrom tqdm.notebook import tqdm"
     )
     person.enter(
-        "#pragma taas --gpus 2 --name curve\nfrom pathlib import Path\nimport time,"
-        " matplotlib.pyplot as plt\nlosses = []\nfor step in range(5):\n    losses.append(1 / (step"
-        " + 1))\n    clear_output(wait=True)\n    plt.plot(losses); plt.show(); print('step',"
-        " step)\nprint('waits')\nwhile not Path('go').exists(): time.sleep(0.05)"
+        block("""
+            #pragma taas --gpus 2 --name curve
+            from pathlib import Path
+            import time, matplotlib.pyplot as plt
+            losses = []
+            for step in range(5):
+                losses.append(1 / (step + 1))
+                clear_output(wait=True)
+                plt.plot(losses); plt.show(); print('step', step)
+            print('waits')
+            while not Path('go').exists(): time.sleep(0.05)
+        """)
     )
     person.sees("waits")
     shown = person.cell("waits").locator(".jp-OutputArea-output")
@@ -376,8 +410,10 @@ def test_a_curve_and_a_bar(room: Room) -> None:
     (room.project / "go").touch()
     person.sees("curve done")
     person.enter(
-        "#pragma taas --gpus 2 --name bar\nfor step in tqdm(range(40), desc='train'):"
-        " time.sleep(0.01)"
+        block("""
+            #pragma taas --gpus 2 --name bar
+            for step in tqdm(range(40), desc='train'): time.sleep(0.01)
+        """)
     )
     person.sees("bar done")
     bar = person.cell("bar done").locator(".widget-hbox")
@@ -390,13 +426,22 @@ def test_a_curve_and_a_bar(room: Room) -> None:
 
 
 def test_a_notebook_that_is_opened_again(room: Room) -> None:
-    """In the middle of a run it says where the rest is; attach shows it, in this kernel and in a new one."""
+    """In the middle of a run it says where the rest is.
+
+    Attach shows it, in this kernel and in a new one.
+    """
     person = room.opens("again")
     person.enter("%load_ext taas\nfrom tqdm.notebook import tqdm")
     person.enter(
-        "#pragma taas --gpus 2 --name long\nimport time\nfrom pathlib import"
-        " Path\nprint('begun')\nwhile not Path('on').exists(): time.sleep(0.05)\nfor step in"
-        " tqdm(range(3)): pass\nprint('the rest')"
+        block("""
+            #pragma taas --gpus 2 --name long
+            import time
+            from pathlib import Path
+            print('begun')
+            while not Path('on').exists(): time.sleep(0.05)
+            for step in tqdm(range(3)): pass
+            print('the rest')
+        """)
     )
     person.sees("begun")
     person.sees("long running")
@@ -422,7 +467,7 @@ def test_a_notebook_that_is_opened_again(room: Room) -> None:
 
 
 def test_a_notification_of_the_end(room: Room) -> None:
-    """The page is asked for it as the cell begins, and shows it when the run is over, with why it ended so."""
+    """The page is asked for it as the cell begins, and shows how the run ended."""
     person = room.opens("notified")
     person.page.evaluate(
         "() => { window.told = []; window.Notification = class { static permission ="
@@ -439,13 +484,24 @@ def test_a_notification_of_the_end(room: Room) -> None:
 
 
 def test_a_debugger_in_a_rank(room: Room) -> None:
-    """Its prompt is JupyterLab's own; what is typed reaches the rank, and the answers stand in the cell; so it is with %debug."""
+    """Its prompt is JupyterLab's own.
+
+    What is typed reaches the rank, and the answers stand in the cell; so it is with %debug.
+    """
     person = room.opens("debugger")
     person.enter("%load_ext taas")
     person.enter(
-        "#pragma taas --gpus 4 --name looked\nimport os, torch, torch.distributed as"
-        " dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\nif dist.get_rank() == 3:\n   "
-        " breakpoint()\n    x += 1\ndist.all_reduce(x)\nprint('sum', x.item())"
+        block("""
+            #pragma taas --gpus 4 --name looked
+            import os, torch, torch.distributed as dist
+            dist.init_process_group('gloo')
+            x = torch.ones(1)
+            if dist.get_rank() == 3:
+                breakpoint()
+                x += 1
+            dist.all_reduce(x)
+            print('sum', x.item())
+        """)
     )
     sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_have_text(
         "[rank 3] (Pdb) ", timeout=_PATIENCE
@@ -461,8 +517,12 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     person.sees("looked done")
     person.photograph("done")
     person.enter(
-        "#pragma taas --gpus 2 --keep --name broken\nif int(os.environ['RANK']) == 1:\n    half ="
-        " 0.5\n    1 / 0"
+        block("""
+            #pragma taas --gpus 2 --keep --name broken
+            if int(os.environ['RANK']) == 1:
+                half = 0.5
+                1 / 0
+        """)
     )
     person.sees("broken failed")
     person.waits_for_the_kernel()

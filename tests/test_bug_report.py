@@ -1,4 +1,4 @@
-"""`taas doctor --report RUN`: one file for a bug report, with the steps of taas's processes and nothing of the user's."""
+"""`taas doctor --report RUN` writes one file for a bug report, with nothing of the user's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 pytestmark = pytest.mark.slow
@@ -21,15 +22,20 @@ def report_of(notebook: Notebook, run: str) -> str:
 
 
 def test_a_report_has_what_the_processes_did_and_nothing_of_the_user(notebook: Notebook) -> None:
-    """Messages, states, signals and exit statuses are there; texts of the cell, its output and its error are not."""
+    """Messages, states, signals and exit statuses are there.
+
+    Texts of the cell, its output and its error are not.
+    """
     notebook.run("token = 'hf_secret_value'; import os; os.environ['MY_KEY'] = 'key_secret_value'")
     ran = notebook.run(
-        "#pragma taas --gpus 2 --name broken\n"
-        "import torch.distributed as dist\n"
-        "print('printed_secret', token)\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    raise ValueError('raised_secret')\n"
-        "dist.init_process_group('gloo'); dist.barrier()"
+        block("""
+            #pragma taas --gpus 2 --name broken
+            import torch.distributed as dist
+            print('printed_secret', token)
+            if os.environ['RANK'] == '1':
+                raise ValueError('raised_secret')
+            dist.init_process_group('gloo'); dist.barrier()
+        """)
     )
     assert ran.ename == "CellFailed"
     text = report_of(notebook, "broken")
@@ -83,7 +89,10 @@ assert log_file(1).exists() and log_file(1199).exists() and not log_file(1000).e
 
 
 def test_a_log_has_names_of_messages_and_is_bounded(tmp_path: Path) -> None:
-    """What an OfJob carries is named; what comes again and again is left out; a file has an end, and so has their number."""
+    """What an OfJob carries is named; what comes again and again is left out.
+
+    A file has an end, and so has their number.
+    """
     environ = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", _LOGS], env=environ, check=True)
 

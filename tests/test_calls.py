@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 pytestmark = pytest.mark.slow
@@ -143,7 +144,7 @@ def test_logs_of_a_rank_that_there_is_not(notebook: Notebook) -> None:
 
 
 def test_an_error_is_the_ranks_own(notebook: Notebook) -> None:
-    """It is raised with the lines of the notebook's function, and the arguments' changes came back."""
+    """It is raised with the lines of the notebook's function; its arguments are changed here."""
     ran = notebook.run(
         "def bad(l):\n    l.append(1)\n    return 1 / 0\nl = []\ntaas.run(bad, l, gpus=2)"
     )
@@ -165,10 +166,12 @@ def test_a_value_that_cannot_come_back_is_named(notebook: Notebook) -> None:
 def test_a_submitted_run_is_a_future(notebook: Notebook) -> None:
     """Result, exception, done, logs, by rank; nothing of the notebook changes."""
     notebook.good(
-        "seen.clear(); net.weight.data.fill_(7.0)\n"
-        "def talk(x): print('I am', rank()); return train(net, x)\n"
-        "h = taas.submit(talk, 3.0, gpus=2, name='talk')\n"
-        "r = h.result(120)"
+        block("""
+            seen.clear(); net.weight.data.fill_(7.0)
+            def talk(x): print('I am', rank()); return train(net, x)
+            h = taas.submit(talk, 3.0, gpus=2, name='talk')
+            r = h.result(120)
+        """)
     )
     assert (
         notebook.value("type(r) is Result, r.lr, seen, net.weight.item(), h.done(), h.exception()")
@@ -179,11 +182,16 @@ def test_a_submitted_run_is_a_future(notebook: Notebook) -> None:
 
 
 def test_runs_wait_for_processors_in_their_order(notebook: Notebook, tmp_path: Path) -> None:
-    """Without GPUs a processor counts as one: runs of all of them follow each other; one that waits can be stopped."""
+    """Without GPUs a processor counts as one: runs of all of them follow each other.
+
+    One that waits can be stopped.
+    """
     ranks = len(os.sched_getaffinity(0))
     notebook.good(
-        f"gate = {str(tmp_path / 'gate')!r}\n"
-        f"runs = [taas.submit(wait_for, gate, n, gpus={ranks}, name=f'q{{n}}') for n in range(4)]"
+        block(f"""
+            gate = {str(tmp_path / "gate")!r}
+            runs = [taas.submit(wait_for, gate, n, gpus={ranks}, name=f'q{{n}}') for n in range(4)]
+        """)
     )
     first_runs = "import time\nwhile 'running' not in repr(runs[0]): time.sleep(0.02)\n"
     shown = notebook.good(f"{first_runs}print(runs[1]); print(runs[3]); runs[2].stop()")
@@ -209,10 +217,12 @@ def test_a_run_that_goes_on_is_stopped(notebook: Notebook, tmp_path: Path) -> No
     """Its function is interrupted, as the cell of a run."""
     never = tmp_path / "never"
     ran = notebook.run(
-        f"h = taas.submit(wait_for, {str(never)!r}, 1, gpus=2)\n"
-        "import time\n"
-        "while 'running' not in repr(h): time.sleep(0.02)\n"
-        "h.stop(); h.result(60)"
+        block(f"""
+            h = taas.submit(wait_for, {str(never)!r}, 1, gpus=2)
+            import time
+            while 'running' not in repr(h): time.sleep(0.02)
+            h.stop(); h.result(60)
+        """)
     )
     assert ran.ename == "RunStopped"
     assert "stopped from its handle" in ran.evalue

@@ -8,5 +8,8 @@ from taas.capture import code_by_value
 
 
 def test_this_cloudpickle_was_tested() -> None:
-    """A new series may shape its private parts differently: run the suite, then raise TESTED_CLOUDPICKLE."""
+    """A new series may shape its private parts differently.
+
+    Run the suite, then raise TESTED_CLOUDPICKLE.
+    """
     assert ".".join(cloudpickle.__version__.split(".")[:2]) == code_by_value.TESTED_CLOUDPICKLE

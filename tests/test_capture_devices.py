@@ -1,4 +1,6 @@
-"""What GPUs do with names, where there is none: refusing, by being absent; by generators and devices that stand in for them.
+"""What GPUs do with names, where there is none.
+
+They refuse, by being absent; generators and devices stand in for them.
 
 test_gpu.py has real ones.
 """
@@ -63,25 +65,35 @@ ROWS = {
     "new tensors of a gpu come to host memory": (
         MEMORY
         + """captured, answer = cell("import torch; old = torch.zeros(1)", '''
-made = torch.arange(4.); view = made[1:]; old += 1; net = torch.nn.Linear(2, 1); optimizer = torch.optim.Adam(net.parameters())
-net(torch.ones(2)).sum().backward(); optimizer.step()
+made = torch.arange(4.)
+view = made[1:]
+old += 1
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.Adam(net.parameters())
+net(torch.ones(2)).sum().backward()
+optimizer.step()
 ''', gpu_there=True)
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 memory.moved = refuse
 applied = captured.apply(answer)
 print(applied.lost, notebook["made"].tolist(), notebook["made"].device, notebook["old"].item())
 print(notebook["view"].data_ptr() - notebook["made"].data_ptr())
-state = notebook["optimizer"].state[notebook["net"].weight]
-print({t.device.type for t in (notebook["net"].weight, notebook["net"].weight.grad, *state.values())})
+weight = notebook["net"].weight
+state = notebook["optimizer"].state[weight]
+print({t.device.type for t in (weight, weight.grad, *state.values())})
 """,
-        ['[] [0.0, 1.0, 2.0, 3.0] cpu 1.0', '4', "{'cpu'}"],
+        ["[] [0.0, 1.0, 2.0, 3.0] cpu 1.0", "4", "{'cpu'}"],
     ),
     # Each tensor lands on the device of its number, where the rank has that; in one of several
     # ranks, on its own.
     "memory of several gpus stays apart in the process that has them all": (
         MEMORY
-        + """exec("a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)", {"torch": torch}, notebook)
-numbers = {notebook[name].untyped_storage().data_ptr(): f"cuda:{number}" for number, name in enumerate("abc")}
+        + """
+notebook["a"], notebook["b"] = torch.zeros(1), torch.ones(1)
+notebook["c"] = torch.ones(2)
+numbers = {}
+for number, name in enumerate("abc"):
+    numbers[notebook[name].untyped_storage().data_ptr()] = f"cuda:{number}"
 
 def on_gpus(storage):
     found = plain_memory_of(storage)
@@ -111,7 +123,7 @@ initialise()
 expected = torch.rand(1, generator=torch.Generator().manual_seed(3)).item()
 print(draw(0) == expected, draw(1) == expected)
 """,
-        ['True True'],
+        ["True True"],
     ),
     # CUDA's state that came back into a notebook without a context travels on with the next run.
     "the next run goes on where the last one stopped": (
@@ -123,9 +135,10 @@ print(states()["cuda"] == came)
 initialise()
 print(draw(0) == torch.rand(1, generator=torch.Generator().manual_seed(8)).item())
 """,
-        ['False', 'True', 'True'],
+        ["False", "True", "True"],
     ),
-    # A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is beside it there.
+    # A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is
+    # beside it there.
     "state made on the cpu follows parameters on the gpu": (
         """import types
 from pathlib import Path
@@ -133,8 +146,9 @@ import torch
 from taas.capture import arrive, capture
 
 notebook, rank = types.ModuleType("__main__").__dict__, types.ModuleType("__main__").__dict__
-exec("import torch; net = torch.nn.Linear(2, 1); opt = torch.optim.Adam(net.parameters())", notebook)
-train = "net(torch.ones(1, 2)).sum().backward(); opt.step()"
+exec("import torch\\nnet = torch.nn.Linear(2, 1)", notebook)
+exec("opt = torch.optim.Adam(net.parameters())", notebook)
+train = "net(torch.ones(1, 2)).sum().backward()\\nopt.step()"
 captured = capture(train, notebook, None, project=Path.cwd())
 arrival = arrive(captured.fd, rank, device=None)
 arrival.mark()
@@ -145,7 +159,8 @@ notebook["net"].to("meta")  # as if they had been on a GPU when they were captur
 for stretch in captured._memory.values():
     stretch.device = "cuda:0"
 applied = captured.apply(arrival.pack_answer(rank))
-print(applied.lost, {s["exp_avg"].device.type for s in notebook["opt"].state.values()}, len(notebook["opt"].state))
+state = notebook["opt"].state
+print(applied.lost, {one["exp_avg"].device.type for one in state.values()}, len(state))
 """,
         ["[] {'meta'} 2"],
     ),
@@ -163,7 +178,8 @@ arrived = make(*arguments)
 put(arrived, attributes)
 join_devices_at_first_step()
 
-torch.__future__.set_swap_module_params_on_conversion(True)  # as .cuda() does, parameters stay the same objects
+# as .cuda() does, parameters stay the same objects
+torch.__future__.set_swap_module_params_on_conversion(True)
 net.to("meta")
 net(torch.ones(1, 2, device="meta")).sum().backward()
 arrived.step()
@@ -171,7 +187,7 @@ print({state["momentum_buffer"].device.type for state in arrived.state.values()}
 """,
         ["{'meta'}"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import block
 
 from taas.capture import flat
 from taas.capture.heap import Heap
@@ -40,14 +41,20 @@ class _Asked:
 def test_other_modules_are_not_asked_for_a_method_that_is_built_in(
     made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner knows it: looking through all of ``sys.modules`` for each took 42 s for 300 objects beside torch."""
+    """Its owner knows it.
+
+    Looking through all of ``sys.modules`` for each took 42 s for 300 objects beside torch.
+    """
     monkeypatch.setitem(sys.modules, "asked_for_names", _Asked())
     monkeypatch.setattr(_Asked, "times", 0)
     namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
-    setup = (
-        f"import threading\nobjects = []\nclass C: pass\nfor n in range(300):\n    {made};"
-        " objects.append(box)"
-    )
+    setup = block(f"""
+        import threading
+        objects = []
+        class C: pass
+        for n in range(300):
+            {made}; objects.append(box)
+    """)
     exec(setup, namespace)
     heap = Heap(Reader(namespace), [namespace])
     heap.enter(namespace["objects"])
@@ -57,7 +64,7 @@ def test_other_modules_are_not_asked_for_a_method_that_is_built_in(
 
 
 def test_the_example_in_the_docstring_is_true() -> None:
-    """A list that holds a tensor and itself has the states that ``flat`` says, and is built of them again."""
+    """A list that holds a tensor and itself has the states of ``flat``, and is built of them."""
     namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
     exec("import torch\ntensor = torch.zeros(3)\nbox = [tensor, 0, 'a']; box[1] = box", namespace)
     heap = Heap(Reader(namespace), [namespace])
@@ -124,7 +131,10 @@ print(flat.COUNTS_TELL)
 def test_where_references_are_counted_otherwise_every_container_has_a_number(
     count: str, tells: bool
 ) -> None:
-    """A Python that counts in another way is found out at import; names travel, and aliases hold, all the same."""
+    """A Python that counts in another way is found out at import.
+
+    Names travel, and aliases hold, all the same.
+    """
     program = _OTHER_COUNTS.format(count=count)
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -29,7 +29,13 @@ def _limit(what: int, nbytes: int) -> Iterator[None]:
 SMALL = "import numpy as np, torch\nclass Box: pass\nnet = [0]; small = np.zeros(8)\n"
 ROWS = [
     ("new memory", "big = None", "big = np.ones(1 << 20)", "big is None", ["big"]),
-    ("a new tensor in an object", "box = None", "box = Box(); box.w = torch.ones(1 << 20)", "box is None", ["box"]),
+    (
+        "a new tensor in an object",
+        "box = None",
+        "box = Box(); box.w = torch.ones(1 << 20)",
+        "box is None",
+        ["box"],
+    ),
     ("a plain container", "big = 0", "big = list(range(1 << 20))", "big == 0", ["big"]),
     ("memory changed in place", "x = np.zeros(1 << 20)", "x += 1", "x.sum() == 0", ["x"]),
     (
@@ -46,8 +52,14 @@ ROWS = [
         "a.sum() == 1 << 12 and b is None and c is None",
         ["b", "c"],
     ),
-    ("items of a list", "x = [np.zeros(1 << 20), np.zeros(4)]", "x[0] += 1; x[1] += 1", "x[0].sum() == 0 and x[1].sum() == 4", ["x"]),
-]  # fmt: skip
+    (
+        "items of a list",
+        "x = [np.zeros(1 << 20), np.zeros(4)]",
+        "x[0] += 1; x[1] += 1",
+        "x[0].sum() == 0 and x[1].sum() == 4",
+        ["x"],
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +68,7 @@ ROWS = [
 def test_what_may_be_written_comes_and_the_rest_is_named(
     setup: str, cell: str, left: str, named: list[str]
 ) -> None:
-    """A limit of the size of files (``ulimit -f``) costs the names that are too large for it, and no others."""
+    """A limit of the size of files (``ulimit -f``) costs only the names that are too large."""
     one = Round(
         SMALL + setup,
         "net, small, Box, np, torch, " + setup.partition(" =")[0].split(";")[-1].strip(),
@@ -94,7 +106,7 @@ def test_names_that_may_not_be_written_stop_the_cell() -> None:
     ],
 )
 def test_what_can_be_mapped_comes_and_the_rest_is_named(made: str) -> None:
-    """A limit of the kernel's address space (``ulimit -v``) costs the names that are too large for it."""
+    """A limit of the address space (``ulimit -v``) costs the names that are too large for it."""
     one = Round(SMALL + "big = None", "net, small, np, torch")
     try:
         exec(f"big = {made}; net.append(1); small += 1; new = [2]", one.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from blocks import block
 
 from taas.config import BUILT_IN_TYPES, Catalog, InstanceType, load_catalog
 from taas.errors import ConfigError, HeaderError
@@ -30,10 +31,18 @@ def test_built_in_types() -> None:
     """The types are DataSphere's."""
     sizes = {name: (kind.vcpus, kind.gpus, kind.gpu_model) for name, kind in BUILT_IN_TYPES.items()}
     assert sizes == {
-        "c1.4": (4, 0, ""), "c1.8": (8, 0, ""), "c1.32": (32, 0, ""), "c1.80": (80, 0, ""),
-        "g1.1": (8, 1, "V100"), "g1.2": (16, 2, "V100"), "g1.4": (32, 4, "V100"),
-        "g2.1": (28, 1, "A100"), "g2.2": (56, 2, "A100"), "g2.4": (112, 4, "A100"), "g2.8": (224, 8, "A100"),
-    }  # fmt: skip
+        "c1.4": (4, 0, ""),
+        "c1.8": (8, 0, ""),
+        "c1.32": (32, 0, ""),
+        "c1.80": (80, 0, ""),
+        "g1.1": (8, 1, "V100"),
+        "g1.2": (16, 2, "V100"),
+        "g1.4": (32, 4, "V100"),
+        "g2.1": (28, 1, "A100"),
+        "g2.2": (56, 2, "A100"),
+        "g2.4": (112, 4, "A100"),
+        "g2.8": (224, 8, "A100"),
+    }
 
 
 def test_types_of_ones_own(tmp_path: Path) -> None:
@@ -57,8 +66,17 @@ def test_project_wins_over_user_key_by_key(tmp_path: Path) -> None:
         tmp_path,
         project='[run]\nmax_restarts = 1\n[delivery]\nbuffer = "1.5 GB"\n',
         user=(
-            '[run]\nmax_restarts = 2\nhang_timeout = 20\n[engine]\ndefault = "ray"\naddress ='
-            ' "head:6379"\n[delivery]\nbuffer = "2GiB"\nencrypt = false\n'
+            block("""
+                [run]
+                max_restarts = 2
+                hang_timeout = 20
+                [engine]
+                default = "ray"
+                address = "head:6379"
+                [delivery]
+                buffer = "2GiB"
+                encrypt = false
+            """)
         ),
     )
     assert (catalog.settings["run.max_restarts"], catalog.settings["run.hang_timeout"]) == (1, 20.0)

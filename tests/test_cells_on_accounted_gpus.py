@@ -1,4 +1,7 @@
-"""Cells in a real notebook on two GPUs that compute nothing: which GPU who uses, and what stays on it."""
+"""Cells in a real notebook on two GPUs that compute nothing.
+
+They show which GPU who uses, and what stays on it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,54 @@ pytestmark = [
     pytest.mark.skipif(bool(no_mounts()), reason="needs root, for a /dev of its own"),
 ]
 
-PROGRAM = """
+CELLS = [
+    "%load_ext taas",
+    """#pragma taas --gpus 2 --output all
+import os, torch
+pinned = torch.ones(4).pin_memory()
+contexts = [torch._C._cuda_hasPrimaryContext(n) for n in (0, 1)]
+print("said", os.environ["RANK"], torch.cuda.device_count(), torch.cuda.current_device(), contexts)
+""",
+    """#pragma taas --gpus 2 --output all
+import os, wrapping
+print("said", os.environ["RANK"], os.environ["CUDA_VISIBLE_DEVICES"])
+""",
+    """#pragma taas --gpus 1 --keep
+import torch
+held, host = torch.empty(1 << 20, device="cuda"), torch.ones(1 << 20)
+where = held.data_ptr(), host.data_ptr()
+unused = torch.empty(1 << 28, device="cuda")
+del unused
+""",
+    """#pragma taas --gpus 1 --keep
+same = where == (held.data_ptr(), host.data_ptr())
+print("said", held.device, same, torch.cuda.memory_reserved() < 1 << 28)
+""",
+    """#pragma taas --gpus 1 --keep
+held2 = held
+print("said", held.device, where == (held.data_ptr(), host.data_ptr()))
+""",
+    """%taas release
+print("said", held.device)
+""",
+    "kernel = torch.empty(3 << 28, device='cuda')",
+    "#pragma taas --gpus 1\nprint('said')",
+    "#pragma taas --gpus 3\npass",
+    "#pragma taas --gpus 2 --keep\npass",
+    """import taas, time
+def one(): return 1
+run = taas.submit(one, gpus=1, name="waits")
+while "waiting" not in repr(run): time.sleep(0.02)
+print("said", repr(run).splitlines()[1])
+""",
+    "%taas release\nprint('said', run.result(100))",
+]
+WRAPPING = """
+from torch import nn
+def wrap(net):
+    return nn.DataParallel(net)
+"""
+PROGRAM = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
@@ -25,34 +75,15 @@ from accounting_cuda import environ_of_cuda, show_gpus
 show_gpus(2)
 from notebook_harness import Notebook
 folder = Path(sys.argv[2])
-(folder / "wrapping.py").write_text("from torch import nn\\ndef wrap(net):\\n    return nn.DataParallel(net)\\n")
-book = Notebook(folder, environ=environ_of_cuda(Path(sys.argv[3])))  # ranks write there: outside the project
-cells = [
-    "%load_ext taas",
-    "#pragma taas --gpus 2 --output all\\nimport os, torch\\npinned = torch.ones(4).pin_memory()\\n"
-    "print('said', os.environ['RANK'], torch.cuda.device_count(), torch.cuda.current_device(),"
-    " [torch._C._cuda_hasPrimaryContext(n) for n in (0, 1)])",
-    "#pragma taas --gpus 2 --output all\\nimport os, wrapping\\n"
-    "print('said', os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'])",
-    "#pragma taas --gpus 1 --keep\\nimport torch\\nheld, host = torch.empty(1 << 20, device='cuda'), torch.ones(1 << 20)\\n"
-    "where = held.data_ptr(), host.data_ptr()\\nunused = torch.empty(1 << 28, device='cuda')\\ndel unused",
-    "#pragma taas --gpus 1 --keep\\nprint('said', held.device, where == (held.data_ptr(), host.data_ptr()),"
-    " torch.cuda.memory_reserved() < 1 << 28)",
-    "#pragma taas --gpus 1 --keep\\nheld2 = held\\nprint('said', held.device, where == (held.data_ptr(), host.data_ptr()))",
-    "%taas release\\nprint('said', held.device)",
-    "kernel = torch.empty(3 << 28, device='cuda')",
-    "#pragma taas --gpus 1\\nprint('said')",
-    "#pragma taas --gpus 3\\npass",
-    "#pragma taas --gpus 2 --keep\\npass",
-    "import taas, time\\ndef one(): return 1\\nrun = taas.submit(one, gpus=1, name='waits')\\n"
-    "while 'waiting' not in repr(run): time.sleep(0.02)\\nprint('said', repr(run).splitlines()[1])",
-    "%taas release\\nprint('said', run.result(100))",
-]
+(folder / "wrapping.py").write_text({WRAPPING!r})
+# ranks write where the account is: outside the project
+book = Notebook(folder, environ=environ_of_cuda(Path(sys.argv[3])))
 try:
-    for cell in cells:
+    for cell in {CELLS!r}:
         ran = book.run(cell)
-        lines = sorted(line[line.index("said"):] for line in ran.stdout.splitlines() if "said" in line)
-        print([lines, [line for line in ran.stdout.splitlines() if line.startswith("taas")], ran.ename, ran.evalue])
+        lines = ran.stdout.splitlines()
+        own = sorted(line[line.index("said"):] for line in lines if "said" in line)
+        print([own, [line for line in lines if line.startswith("taas")], ran.ename, ran.evalue])
 finally:
     book.close()
 """
@@ -91,7 +122,10 @@ def test_a_wrapper_in_a_project_s_module_makes_the_first_gpu_each_ranks_own(
 def test_kept_ranks_keep_what_they_have_on_their_gpu(
     said: list[tuple[list[str], list[str], str, str]],
 ) -> None:
-    """It came to the notebook's host memory, and has not changed there; memory without a tensor is given back."""
+    """It came to the notebook's host memory, and has not changed there.
+
+    Memory without a tensor is given back.
+    """
     assert said[4][0] == ["said cuda:0 True True"]
     assert said[5][0] == ["said cuda:0 True"]
     assert said[6][0] == ["said cpu"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone, until
 
 pytestmark = pytest.mark.slow
@@ -52,9 +53,12 @@ def train(rank, world, port, path):
     dist.destroy_process_group()
 
 def start(how, function, *args):
-    processes = [mp.get_context(how).Process(target=function, args=(rank, *args)) for rank in range(2)]
-    for process in processes: process.start()
-    for process in processes: process.join()
+    context = mp.get_context(how)
+    processes = [context.Process(target=function, args=(rank, *args)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
     return [process.exitcode for process in processes]
 """
 
@@ -77,8 +81,11 @@ def nothing_is_left(book: Notebook) -> Iterator[None]:
 def same_model(book: Notebook, path: str) -> bool:
     """Whether a saved model is the one that two ranks train, in which ``mp.spawn`` is adopted."""
     book.good(
-        "#!g2.2\n#pragma taas --gpus 2\nmp.spawn(train, args=(2, free_port(), 'ranks.pt'),"
-        " nprocs=2)"
+        block("""
+            #!g2.2
+            #pragma taas --gpus 2
+            mp.spawn(train, args=(2, free_port(), 'ranks.pt'), nprocs=2)
+        """)
     )
     compared = (
         f"all(torch.equal(a, b) for a, b in zip(torch.load('{path}').values(),"
@@ -88,15 +95,20 @@ def same_model(book: Notebook, path: str) -> bool:
 
 
 def test_mp_spawn_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
-    """A type alone: the tutorial's DDP program starts real children, a rehearsed GPU each, which meet where it says.
+    """The tutorial's DDP program starts real children, on a rehearsed GPU each, by a type alone.
 
     An error in one is raised in the cell, with the lines of the cell where it was.
     """
     ran = book.run(
-        "#!g2.2\ndef train_and_fail(rank, *args):\n    train(rank, *args)\n"
-        "    if rank == 0:\n        raise ValueError('no more')\n"
-        "mp.spawn(train_and_fail, args=(torch.cuda.device_count(), free_port(), 'spawned.pt'), "
-        "nprocs=torch.cuda.device_count())"
+        block("""
+            #!g2.2
+            def train_and_fail(rank, *args):
+                train(rank, *args)
+                if rank == 0:
+                    raise ValueError('no more')
+            gpus = torch.cuda.device_count()
+            mp.spawn(train_and_fail, args=(gpus, free_port(), 'spawned.pt'), nprocs=gpus)
+        """)
     )
     assert {"child 0 of 2 on 0", "child 1 of 2 on 1"} <= {*ran.own.splitlines()}
     assert ran.ename == "CellFailed"
@@ -107,16 +119,27 @@ def test_mp_spawn_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
 
 def test_processes_of_multiprocessing_train_together(book: Notebook) -> None:
     """The same program over ``mp.Process``, forked, however OpenMP was used before."""
-    ran = book.good("#!g2.2\n(torch.ones(600, 600) @ torch.ones(600, 600)).sum()\n"
-                    "print(start('fork', train, 2, free_port(), 'forked.pt'))")  # fmt: skip
+    ran = book.good(block("""
+        #!g2.2
+        (torch.ones(600, 600) @ torch.ones(600, 600)).sum()
+        print(start('fork', train, 2, free_port(), 'forked.pt'))
+    """))  # fmt: skip
     assert "[0, 0]" in ran.own
     assert same_model(book, "forked.pt")
 
 
 def test_children_end_with_the_rank(book: Notebook) -> None:
     """An interrupt ends the cell and what it spawned."""
-    book.start("#!g2.2\ndef wait(rank):\n    print('here', rank)\n    threading.Event().wait()\n"
-               "import threading\nmp.start_processes(wait, nprocs=2, start_method='fork')")  # fmt: skip
+    book.start(
+        block("""
+            #!g2.2
+            def wait(rank):
+                print('here', rank)
+                threading.Event().wait()
+            import threading
+            mp.start_processes(wait, nprocs=2, start_method='fork')
+        """)
+    )
     book.wait_for("here 0")
     book.wait_for("here 1")
     book.interrupt()
@@ -137,8 +160,8 @@ def share(place):
     mine = [torch.zeros(1000).share_memory_() for _ in range(20)]
     loader = iter(DataLoader(Numbers(), num_workers=1))
     mine.append(next(loader))
-    me = psutil.Process()
-    managers = [one.pid for one in me.children(recursive=True) if one.cmdline()[:1] == ["torch_shm_manager"]]
+    below = psutil.Process().children(recursive=True)
+    managers = [one.pid for one in below if one.cmdline()[:1] == ["torch_shm_manager"]]
     files = [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
     Path(place, os.environ["RANK"]).write_text(json.dumps([managers, files]))
     return mine, loader

@@ -1,4 +1,7 @@
-"""The same notebook in what people run notebooks with, besides JupyterLab: nbconvert, papermill, IPython in a terminal."""
+"""The same notebook in what people run notebooks with, besides JupyterLab.
+
+These are nbconvert, papermill and IPython in a terminal.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,21 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from blocks import block
 
 pytestmark = pytest.mark.slow
 CELLS = (
     "%load_ext taas\nimport os, torch",
     "count = 2",
-    (
-        "#pragma taas --gpus 2\nimport torch.distributed as"
-        " dist\ndist.init_process_group('gloo')\ntotal = torch.full((1,),"
-        " count)\ndist.all_reduce(total)\nprint('ranks', dist.get_world_size())\ntotal"
-    ),
+    block("""
+        #pragma taas --gpus 2
+        import torch.distributed as dist
+        dist.init_process_group('gloo')
+        total = torch.full((1,), count)
+        dist.all_reduce(total)
+        print('ranks', dist.get_world_size())
+        total
+    """),
     "print('total', total.item())",
 )
 
@@ -90,15 +98,24 @@ def test_ipython_in_a_terminal(tmp_path: Path) -> None:
     environ = {**os.environ, "IPYTHONDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "IPython", "--simple-prompt", "--colors=NoColor"],
-        cwd=tmp_path, input=given, capture_output=True, text=True, timeout=240, env=environ, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environ,
+        check=False,
+    )
     assert "ranks 2\n" in done.stdout
     assert "done · 2 ranks" in done.stdout
     assert "total 4\n" in done.stdout
 
 
 def test_a_script(tmp_path: Path) -> None:
-    """`taas run`: with options, or its own header; only rank 0 writes, and an error is the status 1 with its lines."""
+    """`taas run`: with options, or its own header.
+
+    Only rank 0 writes, and an error is the status 1 with its lines.
+    """
     (tmp_path / "train.py").write_text(
         '"""Train."""\nimport os, sys\nprint(sys.argv, os.environ["WORLD_SIZE"])\nopen("who.txt",'
         ' "w").write(os.environ["RANK"])\nassert "x" not in os.environ, "asked to fail"\n'
@@ -119,7 +136,12 @@ def test_a_script(tmp_path: Path) -> None:
     ):
         done = subprocess.run(
             [sys.executable, "-m", "taas.cli", "run", *words],
-            cwd=tmp_path, env={**os.environ, "x": "1"}, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env={**os.environ, "x": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
         assert done.returncode == status, done
         assert said in done.stdout + done.stderr

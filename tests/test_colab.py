@@ -1,9 +1,13 @@
-"""Headed cells where IPython and ipykernel are as old as Colab and Kaggle have them; `make test-oldest` installs these."""
+"""Headed cells where IPython and ipykernel are as old as Colab and Kaggle have them.
+
+`make test-oldest` installs these.
+"""
 
 from __future__ import annotations
 
 import IPython
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 pytestmark = pytest.mark.skipif(
@@ -14,9 +18,16 @@ pytestmark = pytest.mark.skipif(
 def test_names_travel_and_come_back(notebook: Notebook) -> None:
     notebook.good("import torch\nnet = torch.nn.Linear(2, 1)\ndef double(x):\n    return 2 * x")
     ran = notebook.good(
-        "#pragma taas --gpus 2\nimport torch.distributed as"
-        " dist\ndist.init_process_group('nccl')\ntotal = double(torch.ones(3,"
-        " device='cuda'))\ndist.all_reduce(total)\nnet.trained = True\nprint(total)\ntotal.sum()"
+        block("""
+            #pragma taas --gpus 2
+            import torch.distributed as dist
+            dist.init_process_group('nccl')
+            total = double(torch.ones(3, device='cuda'))
+            dist.all_reduce(total)
+            net.trained = True
+            print(total)
+            total.sum()
+        """)
     )
     assert "tensor([4., 4., 4.])" in ran.stdout
     assert ran.result is not None and ran.result["text/plain"] == "tensor(12.)"

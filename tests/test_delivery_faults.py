@@ -1,4 +1,7 @@
-"""Exactly once, in order, whatever dies, freezes, fills up, hoards or lags; and user errors at their place."""
+"""Exactly once, in order, whatever dies, freezes, fills up, hoards or lags.
+
+User errors are raised at their place.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +71,19 @@ def workers_of(run: DeliveryRun) -> list[psutil.Process]:
 
 
 def all_workers_of(run: DeliveryRun, count: int) -> list[psutil.Process]:
-    """Wait until all data workers have been forked: the first may have made elements before the last is there."""
+    """Wait until all data workers have been forked.
+
+    The first may have made elements before the last is there.
+    """
     while len(workers := workers_of(run)) < count:
         time.sleep(0.01)
     return workers
 
 
 def kill_workers(run: DeliveryRun, most: int | None = None) -> set[int]:
-    """SIGKILL all data workers, or so many, at least one; waits for one where all are just being replaced.
+    """SIGKILL all data workers, or so many, at least one.
+
+    Waits for one where all are just being replaced.
 
     Returns their process ids.
     """
@@ -100,7 +108,7 @@ def slow_loader() -> DataLoader:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
 def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
-    """Workers SIGKILLed half-way: every element once, in order, bit-identical to an undisturbed run."""
+    """Workers SIGKILLed half-way: every element comes once, in order, bit-identical."""
     with DeliveryRun({"d": slow_loader()}, ranks=2, processes=3, shared=shared) as run:
         ranks = run.start_ranks(everything)
         for count in (20, 50, 80):
@@ -114,7 +122,10 @@ def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
     "how", ["shared memory", "frozen", "tcp", "tcp, and the coordinator is told"]
 )
 def test_a_lost_data_vm_loses_and_doubles_nothing(how: str) -> None:
-    """A pool SIGKILLed, its workers with it, or all of them SIGSTOPped: the other VM goes on; the loss is reported."""
+    """A pool SIGKILLed, its workers with it, or all of them SIGSTOPped: the other VM goes on.
+
+    The loss is reported.
+    """
     shared, silence = "tcp" not in how, 5.0 if how in ("frozen", "tcp") else 60.0
     (quarter, reached), (lost, know) = os.pipe(), os.pipe()
 
@@ -150,7 +161,10 @@ def test_a_lost_data_vm_loses_and_doubles_nothing(how: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_data_vms_are_needed_no_more_when_all_units_were_consumed(number: signal.Signals) -> None:
-    """Their end is no loss then, and nobody waits for one that does not answer: the cell goes on to its own end."""
+    """Their end is no loss then, and nobody waits for one that does not answer.
+
+    The cell goes on to its own end.
+    """
     reader, writer = os.pipe()
 
     def body(rank: int, loaders: dict[str, Any]) -> Any:
@@ -176,7 +190,10 @@ def test_data_vms_are_needed_no_more_when_all_units_were_consumed(number: signal
 
 
 def test_a_frozen_worker_holds_nobody_up() -> None:
-    """Another one takes the place of a worker that is SIGSTOPped; nothing is lost, nothing comes twice."""
+    """Another one takes the place of a worker that is SIGSTOPped.
+
+    Nothing is lost, nothing comes twice.
+    """
     with DeliveryRun({"d": slow_loader()}, ranks=2, processes=3) as run:
         ranks = run.start_ranks(everything)
         wait_for_delivery(run, 30)
@@ -199,7 +216,10 @@ def until_it_fails(_rank: int, loaders: dict[str, Any]) -> tuple[list[int], str]
 
 
 def test_a_poisonous_index_ends_with_its_name() -> None:
-    """An index that kills every worker is given up after three, and named; the elements before it arrive."""
+    """An index that kills every worker is given up after three, and named.
+
+    The elements before it arrive.
+    """
 
     class Poisonous(Slow):
         def __getitem__(self, index: int) -> Any:
@@ -215,7 +235,10 @@ def test_a_poisonous_index_ends_with_its_name() -> None:
 
 
 def test_a_slab_that_cannot_be_reserved_falls_back_to_frames() -> None:
-    """Where memory for a slab cannot be reserved, elements travel as frames; nothing dies of SIGBUS."""
+    """Where memory for a slab cannot be reserved, elements travel as frames.
+
+    Nothing dies of SIGBUS.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     loader = DataLoader(Slow(40, 0.0, (1 << 16,)), batch_size=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # no file, no memfd may grow
@@ -264,7 +287,10 @@ def test_a_slow_rank_starves_nobody() -> None:
 
 
 def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
-    """A rank that keeps every batch gets copies once its slab is half held; changes in place stay its own."""
+    """A rank that keeps every batch gets copies once its slab is half held.
+
+    Changes in place stay its own.
+    """
 
     def body(_rank: int, loaders: dict[str, Any]) -> Any:
         kept = []
@@ -280,7 +306,7 @@ def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
 
 
 def test_a_view_keeps_its_batch() -> None:
-    """Views, NumPy arrays and what autograd saved keep the memory of a batch, whatever else was dropped."""
+    """Views, NumPy arrays and what autograd saved keep a batch's memory, and nothing else does."""
 
     def body(_rank: int, loaders: dict[str, Any]) -> Any:
         views, losses = [], []
@@ -344,7 +370,10 @@ def test_memory_is_pinned_as_torchs_loader_does() -> None:
     ids=repr,
 )
 def test_what_user_code_raises_is_raised_at_its_place(place: str, error: BaseException) -> None:
-    """As its own type, with where it happened; what would leave the cell without a word, as an error. No worker dies."""
+    """As its own type, with where it happened; no worker dies of it.
+
+    What would leave the cell without a word comes as an error.
+    """
 
     def at(where: str, index: int) -> int:
         if where == place and index == 9:
@@ -396,7 +425,7 @@ _taken = threading.Event()
 
 
 def _interrupt_who_takes() -> None:
-    """In the thread that pins, while it builds an element: interrupt the main thread once it waits for that."""
+    """In the thread that pins: interrupt the main thread once it waits for the element."""
     main = threading.main_thread().ident
     assert main is not None
     while True:
@@ -435,7 +464,10 @@ def test_an_interrupt_while_an_element_is_pinned_costs_no_memory() -> None:
 
 
 def test_units_end_the_iteration_then_the_next_one() -> None:
-    """--units K gives K // N steps a rank over all epochs; the current loop ends, the next iter() raises."""
+    """--units K gives K // N steps a rank over all epochs.
+
+    The current loop ends, the next iter() raises.
+    """
 
     def body(_rank: int, loaders: dict[str, Any]) -> Any:
         steps = [len(values(loaders["d"])) for _ in range(3)]
@@ -496,7 +528,10 @@ def test_ranks_that_disagree_about_the_epoch_are_told() -> None:
 
 
 def test_a_stream_survives_its_owner() -> None:
-    """The worker that owns an IterableDataset's stream dies: another one replays it; nothing lost or doubled."""
+    """The worker that owns an IterableDataset's stream dies: another one replays it.
+
+    Nothing lost or doubled.
+    """
 
     class Numbers(IterableDataset):
         def __iter__(self) -> Any:
@@ -515,7 +550,10 @@ def test_a_stream_survives_its_owner() -> None:
 
 
 def test_memory_stays_within_the_slab() -> None:
-    """A hundred times the buffer goes through it: shared memory never grows beyond the stated bound."""
+    """A hundred times the buffer goes through it.
+
+    Shared memory never grows beyond the stated bound.
+    """
     slab = 2 << 20
     loader = DataLoader(Slow(200, 0.0, (1 << 18,)), batch_size=1)  # 1 MiB each
 
@@ -536,7 +574,10 @@ def test_memory_stays_within_the_slab() -> None:
 
 
 def test_memory_of_frames_is_bounded() -> None:
-    """Between hosts a rank holds as much as a slab would, not what has passed: a hundred times that passes here."""
+    """Between hosts a rank holds as much as a slab would, not what has passed.
+
+    A hundred times that passes here.
+    """
     slab = 4 << 20
     loader = DataLoader(Slow(400, 0.0, (1 << 18,)), batch_size=1)  # 1 MiB each
 

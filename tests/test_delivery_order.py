@@ -1,4 +1,4 @@
-"""The ranks together get what the notebook's own loader yields, in its order, whoever makes it, and wherever they begin."""
+"""The ranks together get what the notebook's own loader yields, in its order."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
 def test_every_kind_of_element_comes_out_as_it_went_in(shared: bool) -> None:
-    """Values, types and strides; with a function of the notebook's, too, which plain pickle cannot take."""
+    """Values, types and strides arrive, also of a function that plain pickle cannot take."""
     made = [*ELEMENTS.values(), {"f": lambda x: x + 1, "t": torch.arange(4000.0)}]
     loader = DataLoader(made, batch_size=None, collate_fn=lambda element: element)
     with DeliveryRun({"d": loader}, shared=shared) as run:
@@ -309,7 +309,10 @@ def test_distributed_sampler_streams_per_rank(vms: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("how", ["drop", "pad", "raise"])
 def test_uneven_epochs_follow_the_rule(how: str) -> None:
-    """Seven elements over two ranks: the last is left out, or filled up from the first, or refused."""
+    """Seven elements over two ranks.
+
+    The last is left out, or filled up from the first, or refused.
+    """
 
     def body(_rank: int, loaders: dict[str, Any]) -> Any:
         try:
@@ -331,7 +334,7 @@ def test_uneven_epochs_follow_the_rule(how: str) -> None:
 
 
 def test_augmentation_does_not_depend_on_the_workers() -> None:
-    """Random draws in the dataset are the same however many workers there are, and differ per element."""
+    """Random draws in the dataset do not depend on the workers' number; elements differ."""
 
     class Noisy(Dataset):
         def __len__(self) -> int:
@@ -400,7 +403,7 @@ def test_iterations_that_are_open_together_hold_up_none(body: Callable[[Any], An
 
 @pytest.mark.parametrize(("prebuffer", "nbytes"), [(64, 1 << 20), (3000, 1 << 10)])
 def test_prebuffering_more_than_there_is_room_for(prebuffer: int, nbytes: int) -> None:
-    """The ranks start with what the buffer holds, or with as many small elements as they asked for."""
+    """The ranks start with a full buffer, or with as many small elements as they asked for."""
     loader = DataLoader(Numbers(6000, nbytes), batch_size=1)
     with DeliveryRun(
         {"d": loader}, ranks=2, processes=2, slab=8 << 20, prebuffer=prebuffer, wait=False
@@ -421,7 +424,9 @@ _left_behind: list[Any] = []
 
 
 def stopping(iterations: int, steps: Callable[[int], int]) -> Callable[..., Any]:
-    """A body that runs so many iterations whole, and takes ``steps(rank)`` of the next one; the last is not done.
+    """A body that runs so many iterations whole, and takes ``steps(rank)`` of the next one.
+
+    The last is not done.
 
     Rank 0 leaves its loop, as an interrupted one; the others end as killed ones do, without a word.
     """
@@ -450,7 +455,10 @@ def going_on(_rank: int, loaders: dict[str, Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("name", ["shuffled", "persistent", "streams"])
 def test_a_second_start_goes_on_at_the_lowest_step_not_done_by_all(name: str) -> None:
-    """Ranks are lost in their second iteration, at different steps: the rest of it, and the next, are unchanged."""
+    """Ranks are lost in their second iteration, at different steps.
+
+    The rest of it, and the next, are unchanged.
+    """
     torch.manual_seed(11)
     with DeliveryRun({name: MAKERS[name]()}, ranks=2, slab=4 << 20) as first:
         first.ranks(stopping(1, lambda rank: 3 + rank))
@@ -486,7 +494,10 @@ def test_units_of_both_starts_are_added_up() -> None:
 
 
 def test_a_checkpoint_may_say_where_to_go_on() -> None:
-    """``taas.resume(d=(iteration, step))`` begins there, also in a first start; ranks have to agree."""
+    """``taas.resume(d=(iteration, step))`` begins there, also in a first start.
+
+    Ranks have to agree.
+    """
 
     def body(rank: int, loaders: dict[str, Any]) -> Any:
         assert taas.resume(d=(1, 3)).restart == 0

@@ -1,4 +1,7 @@
-"""Elements of registered loaders are pinned while the one before is used; torch's own calls are accounted for, no GPU is needed."""
+"""Elements of registered loaders are pinned while the one before is used.
+
+torch's own calls are accounted for, no GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,11 @@ FAILS = -1
 def loader():
     return DataLoader(Numbers(), batch_size=None, collate_fn=lambda item: item, pin_memory=True)
 def wait_for(iterator):  # until the next element is here, so that it is pinned ahead
-    while iterator._step < 12 and rank_side._connection.peek(iterator._plan, iterator._step) is None:
-        with rank_side._connection._lock:
-            rank_side._connection._flush()  # as before each wait: else nobody knows what was taken
-            rank_side._connection._wait()
+    connection = rank_side._connection
+    while iterator._step < 12 and connection.peek(iterator._plan, iterator._step) is None:
+        with connection._lock:
+            connection._flush()  # as before each wait: else nobody knows what was taken
+            connection._wait()
 def begin():
     import os
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
@@ -53,7 +57,8 @@ def body(rank, loaders):
     for tensor, array, index in iterator:
         wait_for(iterator)
         iterator._pin_next()
-        got.append((tensor.is_pinned(), set(tensor.tolist()) == {float(index)}, set(array.tolist()) == {index}))
+        whole = set(tensor.tolist()) == {float(index)}, set(array.tolist()) == {index}
+        got.append((tensor.is_pinned(), *whole))
         before = tensor, array, index
         assert set(before[1].tolist()) == {index}
     return got, threading.get_native_id()
@@ -129,7 +134,7 @@ def accounts(tmp_path_factory: pytest.TempPathFactory) -> Accounts:
 
 
 def test_a_thread_pins_the_next_element(accounts: Accounts) -> None:
-    """On the rank's own GPU; each is pinned and right, and so is what pinning leaves where it was."""
+    """On the rank's own GPU each is pinned and right, and so is what was not pinned."""
     lines, calls = accounts["all"]
     got, main = ast.literal_eval(lines[0])
     assert got == [(True, True, True)] * 12
@@ -141,7 +146,10 @@ def test_a_thread_pins_the_next_element(accounts: Accounts) -> None:
 
 
 def test_a_rank_that_hoards_gets_its_elements(accounts: Accounts) -> None:
-    """Memory that is held ahead is counted and given back: nothing stands still, nothing is written over."""
+    """Memory that is held ahead is counted and given back.
+
+    Nothing stands still, nothing is written over.
+    """
     assert ast.literal_eval(accounts["a small slab"][0][0]) == ([*range(12)], True)
 
 

@@ -1,4 +1,7 @@
-"""What holds no socket: plan, ledger, planner; in order, exactly once, in bounded memory under any interleaving."""
+"""What holds no socket: plan, ledger, planner.
+
+In order, exactly once, in bounded memory under any interleaving.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ from taas.delivery.plan import Plan, plan_number
     uneven=st.sampled_from(["drop", "pad", "raise"]),
 )
 def test_rows_are_whole_and_in_order(length: int, ranks: int, uneven: Any) -> None:
-    """Element seq is step seq // N of rank seq % N; the last row is dropped, or filled up from the first."""
+    """Element seq is step seq // N of rank seq % N.
+
+    The last row is dropped, or filled up from the first.
+    """
     plan = Plan(1, 0, 0, None, ranks, uneven)
     plan.extend([str(i).encode() for i in range(length)], 7)
     plan.end()
@@ -57,7 +63,7 @@ def config_of(ranks: int, slab: int, **config: Any) -> DeliveryConfig:
 
 
 class World:
-    """A ledger among simulated planner, workers and ranks, whose messages cross in a random order."""
+    """A ledger among simulated planner, workers and ranks, with messages in a random order."""
 
     def __init__(
         self, rng: random.Random, lengths: list[int], ranks: int, workers: int, **config: Any
@@ -266,7 +272,10 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
 def test_exactly_once_in_order_under_any_interleaving(
     lengths: list[int], ranks: int, workers: int, kills: int, seed: int
 ) -> None:
-    """Whatever crosses and whoever dies: each rank gets its elements once, in order, no byte written twice."""
+    """Whatever crosses and whoever dies.
+
+    Each rank gets its elements once, in order, no byte written twice.
+    """
     world = World(random.Random(seed), lengths, ranks, workers)
     got = iterate(world, 2, kills)
     for at in range(2 * len(lengths)):

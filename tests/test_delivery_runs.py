@@ -1,4 +1,7 @@
-"""Registered DataLoaders in taas cells: data workers run them, and the ranks yield the notebook's order."""
+"""Registered DataLoaders in taas cells.
+
+Data workers run them, and the ranks yield the notebook's order.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone
 
 from taas.runs.records import read_records
@@ -40,7 +44,7 @@ def registered(notebook: Notebook) -> Notebook:
 
 
 def test_each_rank_gets_its_share_in_the_notebooks_order(registered: Notebook) -> None:
-    """Rank 0 yields every second batch of what the loader yields here, and the generator is moved on."""
+    """Rank 0 yields every second batch of the loader here, and the generator moves on."""
     registered.good(HEAD + EPOCHS)
     registered.good(ONE_BY_ONE)
     assert registered.value("seen == [epoch[0::2] for epoch in expected]") == "True"
@@ -50,18 +54,26 @@ def test_each_rank_gets_its_share_in_the_notebooks_order(registered: Notebook) -
 
 
 def test_an_iterable_dataset_with_workers_of_its_own(registered: Notebook) -> None:
-    """One data worker iterates it, with as many processes as it has in the notebook, and leaves none."""
+    """One data worker iterates it, with as many processes as here, and leaves none."""
     registered.good(
-        "import os\nfrom torch.utils.data import IterableDataset, get_worker_info\nclass"
-        " Shards(IterableDataset):\n    def __iter__(self):\n        info = get_worker_info()\n    "
-        "    for number in range(info.id, 24, info.num_workers): yield torch.tensor([number,"
-        " os.getpid()])\nshards = DataLoader(Shards(), batch_size=2, num_workers=2);"
-        " taas.register(shards);"
+        block("""
+            import os
+            from torch.utils.data import IterableDataset, get_worker_info
+            class Shards(IterableDataset):
+                def __iter__(self):
+                    info = get_worker_info()
+                    for number in range(info.id, 24, info.num_workers):
+                        yield torch.tensor([number, os.getpid()])
+            shards = DataLoader(Shards(), batch_size=2, num_workers=2)
+            taas.register(shards);
+        """)
     )
     registered.good(HEAD + "\nseen = [batch.tolist() for _ in range(2) for batch in shards]")
     registered.good(
-        "expected = [batch.tolist() for batch in shards][::2]; firsts = lambda pairs: [x for x, _"
-        " in pairs]"
+        block("""
+            expected = [batch.tolist() for batch in shards][::2]
+            firsts = lambda pairs: [x for x, _ in pairs]
+        """)
     )
     assert registered.value("list(map(firsts, seen)) == 2 * list(map(firsts, expected))") == "True"
     makers = eval(registered.value("{pid for batch in seen for _, pid in batch}"))
@@ -69,14 +81,23 @@ def test_an_iterable_dataset_with_workers_of_its_own(registered: Notebook) -> No
 
 
 def test_a_loader_in_other_objects(notebook: Notebook) -> None:
-    """It is the same loader, there and afterwards; and nothing is said of one that stays in the notebook."""
+    """It is the same loader, there and afterwards.
+
+    Nothing is said of one that stays in the notebook.
+    """
     notebook.good(
-        "import taas, torch\nfrom torch.utils.data import DataLoader\nnumbers ="
-        " DataLoader(torch.arange(4), batch_size=2)\ntaas.register(numbers); held = {'l': numbers}"
+        block("""
+            import taas, torch
+            from torch.utils.data import DataLoader
+            numbers = DataLoader(torch.arange(4), batch_size=2)
+            taas.register(numbers); held = {'l': numbers}
+        """)
     )
     ran = notebook.good(
-        "#pragma taas --gpus 2 --cpus 1\nseen = [int(b[0]) for b in numbers]; new = [numbers]; same"
-        " = held['l'] is numbers"
+        block("""
+            #pragma taas --gpus 2 --cpus 1
+            seen = [int(b[0]) for b in numbers]; new = [numbers]; same = held['l'] is numbers
+        """)
     )
     assert "did not come back" not in ran.stdout
     assert (
@@ -86,7 +107,10 @@ def test_a_loader_in_other_objects(notebook: Notebook) -> None:
 
 
 def test_units_past_a_finite_loader(registered: Notebook) -> None:
-    """Units that the loops do not use harm nothing; a loop that they do not suffice for is told which option to change."""
+    """Units that the loops do not use harm nothing.
+
+    A loop that they do not suffice for is told which option to change.
+    """
     ran = registered.good(HEAD + " --units 60" + EPOCHS)
     assert registered.value("[len(epoch) for epoch in seen]") == "[10, 10]"
     assert "40 of 60 units" in (ran.displays + ran.updates)[-1]["data"]["text/plain"]
@@ -107,12 +131,23 @@ def test_a_loader_that_the_cell_does_not_use_is_not_run(registered: Notebook) ->
 
 
 def test_the_live_line_and_the_environment(registered: Notebook) -> None:
-    """The cell's line says how the delivery is; a dataset sees the notebook's environment, no GPU, and may print."""
+    """The cell's line says how the delivery is.
+
+    A dataset sees the notebook's environment, no GPU, and may print.
+    """
     registered.good(
-        "import os\nos.environ['WHERE_DATA_IS'] = 'bucket'\nclass Reading(Dataset):\n    def"
-        " __len__(self): return 30\n    def __getitem__(self, i):\n        print('reading', i)\n   "
-        "     return os.environ['WHERE_DATA_IS'] + os.environ.get('CUDA_VISIBLE_DEVICES', ' and"
-        " GPUs')\nreading = DataLoader(Reading(), batch_size=3); taas.register(reading);"
+        block("""
+            import os
+            os.environ['WHERE_DATA_IS'] = 'bucket'
+            class Reading(Dataset):
+                def __len__(self): return 30
+                def __getitem__(self, i):
+                    print('reading', i)
+                    gpus = os.environ.get('CUDA_VISIBLE_DEVICES', ' and GPUs')
+                    return os.environ['WHERE_DATA_IS'] + gpus
+            reading = DataLoader(Reading(), batch_size=3)
+            taas.register(reading);
+        """)
     )
     ran = registered.good(
         HEAD + " --name reader\nplaces = {place for batch in reading for place in batch}"
@@ -128,14 +163,27 @@ def test_the_live_line_and_the_environment(registered: Notebook) -> None:
 def test_a_killed_worker_pool_is_replaced(registered: Notebook) -> None:
     """The only data VM of this machine is SIGKILLed: nothing is lost, doubled or reordered."""
     registered.good(
-        "import time\nclass Slow(Dataset):\n    def __len__(self): return 200\n"
-        "    def __getitem__(self, i):\n        time.sleep(0.03)\n        return i\n"
-        "slow = DataLoader(Slow(), batch_size=2); taas.register(slow)"
+        block("""
+            import time
+            class Slow(Dataset):
+                def __len__(self): return 200
+                def __getitem__(self, i):
+                    time.sleep(0.03)
+                    return i
+            slow = DataLoader(Slow(), batch_size=2); taas.register(slow)
+        """)
     )
     registered.start(
-        HEAD + "\nimport os\ngot = []\nfor batch in slow:\n    got.append(batch.tolist())\n   "
-        " print('got', len(got), flush=True)\n    while len(got) == 5 and not"
-        " os.path.exists('killed'): time.sleep(0.01)"
+        HEAD
+        + """
+import os
+got = []
+for batch in slow:
+    got.append(batch.tolist())
+    print('got', len(got), flush=True)
+    while len(got) == 5 and not os.path.exists('killed'):
+        time.sleep(0.01)
+"""
     )
     registered.wait_for("got 5\n")
     [worker_pool] = [
@@ -154,12 +202,21 @@ def test_a_killed_worker_pool_is_replaced(registered: Notebook) -> None:
 
 
 def test_a_run_that_is_started_again_gets_its_plan_from_the_start(registered: Notebook) -> None:
-    """A rank dies in its third step: with ``--max-restarts`` all ranks get the epoch again, in the same order."""
+    """A rank dies in its third step.
+
+    With ``--max-restarts`` all ranks get the epoch again, in the same order.
+    """
     ran = registered.good(
-        HEAD + " --max-restarts 1\nimport os, signal\nseen = []\n"
-        "first = (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0')\n"
-        "for (batch,) in loader:\n    seen.append(batch.tolist())\n"
-        "    if first and len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)"
+        HEAD
+        + """ --max-restarts 1
+import os, signal
+seen = []
+first = (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0')
+for (batch,) in loader:
+    seen.append(batch.tolist())
+    if first and len(seen) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
     )
     assert "SIGKILL" in ran.stdout
     registered.good(ONE_BY_ONE)
@@ -183,12 +240,17 @@ dist.destroy_process_group()
 
 
 def test_a_run_that_resumes_goes_on_in_the_middle_of_an_epoch(registered: Notebook) -> None:
-    """A rank kills itself in the fourth step of its second epoch: all ranks go on there, in the notebook's order."""
+    """A rank kills itself in the fourth step of its second epoch.
+
+    All ranks go on there, in the notebook's order.
+    """
     ran = registered.good(HEAD + " --max-restarts 1" + RESUMING)
     assert "SIGKILL" in ran.stdout
     registered.good(
-        "reference = make(); expected = [[b.tolist() for (b,) in reference][0::2] for _ in"
-        " range(3)]"
+        block("""
+            reference = make()
+            expected = [[b.tolist() for (b,) in reference][0::2] for _ in range(3)]
+        """)
     )
     assert registered.value("iteration, step <= 3, start.restart") == "1 True 1"
     assert registered.value("seen == expected[1][step:] + expected[2]") == "True"
@@ -228,10 +290,12 @@ BOUND_BY_THE_CELL = {
     ),
     "functions that a transform and a collate function use": (
         "loader = DataLoader(Shifted(plus), batch_size=2, collate_fn=collate)",
-        (
-            "def plus(x): return None\nclass Pair(list): of_the_cell = True\noffset = scale ="
-            " 0\nimport torch"
-        ),
+        block("""
+            def plus(x): return None
+            class Pair(list): of_the_cell = True
+            offset = scale = 0
+            import torch
+        """),
         "[[[100,101],2.0],[[104,105],2.0]]",
         "data workers have Pair, offset, scale as",
     ),
@@ -257,7 +321,10 @@ BOUND_BY_THE_CELL = {
 def test_data_workers_have_what_the_cell_binds_as_the_notebook_has_it(
     registered: Notebook, case: str
 ) -> None:
-    """Whatever the cell binds before it iterates the loader; a line says where that makes a difference."""
+    """Whatever the cell binds before it iterates the loader.
+
+    A line says where that makes a difference.
+    """
     make, binds, expected, said = BOUND_BY_THE_CELL[case]
     registered.good(PARTS + make + "\ntaas.register(loader)")
     ran = registered.good(f"{HEAD}\n{binds}\nseen = [batch for batch in loader]")
@@ -272,7 +339,7 @@ def test_data_workers_have_what_the_cell_binds_as_the_notebook_has_it(
 
 
 def test_kept_ranks_do_not_take_what_data_workers_have_for_theirs(registered: Notebook) -> None:
-    """An object that only data workers were sent travels to kept ranks when a later cell needs it."""
+    """An object that only data workers got travels to kept ranks when a cell needs it."""
     registered.good(PARTS + "table = [7]\ndef pick(samples): return table[0]")
     registered.good(
         "loader = DataLoader(Shifted(plus), batch_size=2, collate_fn=pick)\ntaas.register(loader)"
@@ -286,10 +353,16 @@ def test_kept_ranks_do_not_take_what_data_workers_have_for_theirs(registered: No
 
 
 def test_what_only_the_cell_binds_is_told_before_it_starts(registered: Notebook) -> None:
-    """Data workers have what the notebook has: where it lacks a name, a line says so before the error does."""
+    """Data workers have what the notebook has.
+
+    Where it lacks a name, a line says so before the error does.
+    """
     registered.good(
-        "class Late(Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, i):"
-        " return json.dumps(i)"
+        block("""
+            class Late(Dataset):
+                def __len__(self): return 8
+                def __getitem__(self, i): return json.dumps(i)
+        """)
     )
     registered.good("late = DataLoader(Late()); taas.register(late);")
     ran = registered.run(f"{HEAD}\nimport json\nfor batch in late: pass")
@@ -303,8 +376,10 @@ class Broken(Dataset):
     def __len__(self): return 8
     def __getitem__(self, i): return self.decode(i)
     def decode(self, i):
-        try: return {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 6: 6, 7: 7}[i]
-        except KeyError as error: raise ValueError(f"cannot decode picture {i}") from error  # broken
+        try:
+            return {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 6: 6, 7: 7}[i]
+        except KeyError as error:
+            raise ValueError(f"cannot decode picture {i}") from error  # broken
 class Lines(IterableDataset):
     def __iter__(self):
         yield 0
@@ -377,9 +452,12 @@ def test_an_error_of_a_data_worker_is_one_traceback_on_the_users_lines(
 def test_an_iterable_dataset_of_one_row(registered: Notebook) -> None:
     """The ranks begin when all is made that there is, though more might have been."""
     registered.good(
-        "from torch.utils.data import IterableDataset\nclass Few(IterableDataset):\n    def"
-        " __iter__(self): return iter(range(2))\nfew = DataLoader(Few(), batch_size=1);"
-        " taas.register(few);"
+        block("""
+            from torch.utils.data import IterableDataset
+            class Few(IterableDataset):
+                def __iter__(self): return iter(range(2))
+            few = DataLoader(Few(), batch_size=1); taas.register(few);
+        """)
     )
     registered.good(f"{HEAD}\nseen = [batch.tolist() for batch in few]")
     assert registered.value("seen") == "[[0]]"

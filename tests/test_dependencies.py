@@ -1,4 +1,7 @@
-"""What taas imports is what it asks for: an environment made of the floors and nothing else has all of it."""
+"""What taas imports is what it asks for.
+
+An environment made of the floors and nothing else has all of it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ ALWAYS_BROUGHT = {"traitlets": "ipython", "numpy": "torchvision"}
 
 
 def _names(needs: list[str]) -> set[str]:
-    return {re.match(r"[\w-]+", need)[0].lower().replace("_", "-") for need in needs}  # type: ignore[index]
+    names = [re.split(r"[^\w-]", need, maxsplit=1)[0] for need in needs]
+    return {name.lower().replace("_", "-") for name in names}
 
 
 def _imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
@@ -34,7 +38,10 @@ def _imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def test_what_is_imported_at_once_is_declared() -> None:
-    """Of a package that another one brings, the oldest versions of that may not: ``comm`` came with ipykernel 6.18."""
+    """Of a package that another one brings, the oldest versions of that may not.
+
+    ``comm`` came with ipykernel 6.18.
+    """
     declared = _names(PROJECT["dependencies"])
     of_engines = _names(PROJECT["optional-dependencies"]["ray"])
     distributions = packages_distributions()

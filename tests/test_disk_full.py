@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blocks import block
 from fault_table import CELLS, Stage
 from notebook_harness import Notebook
 from privileges import needs_mounts, small_disk
@@ -14,15 +15,15 @@ from privileges import needs_mounts, small_disk
 from taas.runs.records import read_records
 
 pytestmark = needs_mounts
-FLOOD = (
-    "#pragma taas --gpus 2 --name flood{options}\n"
-    "import os, torch.distributed as dist\n"
-    "dist.init_process_group('gloo')\n"
-    "if os.environ['RANK'] == '0': print(f'{{0:6}}', 'x' * 90)\n"
-    "dist.barrier()  # before rank 1 fills the disk alone\n"
-    "for i in range(1, 30_000): print(f'{{i:6}}', 'x' * 90)\n"
-    "answer = 42"
-)
+FLOOD = block("""
+    #pragma taas --gpus 2 --name flood{options}
+    import os, torch.distributed as dist
+    dist.init_process_group('gloo')
+    if os.environ['RANK'] == '0': print(f'{{0:6}}', 'x' * 90)
+    dist.barrier()  # before rank 1 fills the disk alone
+    for i in range(1, 30_000): print(f'{{i:6}}', 'x' * 90)
+    answer = 42
+""")
 
 
 @pytest.fixture
@@ -92,7 +93,10 @@ def _fill(small: Path) -> Path:
     ],
 )
 def test_it_fills_up_while_a_cell(stage: Stage, small: Path, state: str, then: str) -> None:
-    """The cell ends as it would, with its names; nothing of the run is left, and with room the next one runs."""
+    """The cell ends as it would, with its names.
+
+    Nothing of the run is left, and with room the next one runs.
+    """
     stage.reach(state)
     filler = _fill(small)
     ran = stage.follow(then)

@@ -33,7 +33,10 @@ OF_OTHER_PROGRAMS = {*OF_RAY.split(), *OF_SLURM.split(), *OF_OTHERS.split()}
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    """Each link of a document to a file of the project leads to one; headings that are linked to exist."""
+    """Each link of a document to a file of the project leads to one.
+
+    Headings that are linked to exist.
+    """
     for target in LINK.findall(path.read_text()):
         if target.startswith(("http://", "https://", "mailto:")):
             continue
@@ -69,7 +72,7 @@ def first_column(name: str) -> list[str]:
 
 
 def test_every_option_and_every_key_has_its_row() -> None:
-    """The table of options, and that of the keys of ``taas.toml``, have all that there are, and no others."""
+    """The tables of options and of ``taas.toml``'s keys have all that there are, and no others."""
     assert set(CELL_OPTION.findall(" ".join(first_column("cell.md")))) == {*OPTIONS, ON.name}
     keys = {
         *_KEYS,
@@ -90,7 +93,10 @@ def test_kept_ranks_are_as_their_document_says() -> None:
 
 
 def test_what_troubleshooting_quotes_is_printed() -> None:
-    """Each text of the first columns stands in a string of the code; ``…`` is what the code puts in."""
+    """Each text of the first columns stands in a string of the code.
+
+    ``…`` is what the code puts in.
+    """
     trees = [ast.parse(path.read_text()) for path in (ROOT / "taas").rglob("*.py")]
     strings = [string for tree in trees for string in map(words, ast.walk(tree)) if string]
     for quoted in first_column("troubleshooting.md"):
@@ -125,7 +131,7 @@ def test_make_knows_the_targets_that_documents_name() -> None:
 
 
 def test_constraints_meet_what_the_package_asks_for() -> None:
-    """Each dependency, of the package, its extras and the groups, has its tested version in constraints.txt."""
+    """Each dependency of package, extras and groups has a tested version in constraints.txt."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

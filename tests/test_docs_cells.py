@@ -55,7 +55,10 @@ def test_cells_run_as_written(document: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_what_looks_like_a_cell_is_one(document: Path) -> None:
-    """A block with a header, or magics, says that it is Python; so that the test above does not pass it by."""
+    """A block with a header, or magics, says that it is Python.
+
+    Otherwise the test above would pass it by.
+    """
     text = document.read_text()
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(
         re.findall(r"^```[\w{}-]*\n.*?^```$", text, re.DOTALL | re.MULTILINE)
@@ -69,7 +72,10 @@ def test_what_looks_like_a_cell_is_one(document: Path) -> None:
 
 @pytest.mark.parametrize("document", WITH_CELLS, ids=lambda path: path.name)
 def test_headers_are_right(document: Path) -> None:
-    """Each header of a document is one that the built-in instance types allow; where runs are from Python there is none."""
+    """Each header of a document is one that the built-in instance types allow.
+
+    Where runs are from Python there is none.
+    """
     headers = [header for header in map(find_header, cells(document)) if header is not None]
     assert headers or "taas.run(" in document.read_text()
     for header in headers:

@@ -13,7 +13,10 @@ from taas.notebook.doctor import Finding
 
 @pytest.mark.slow
 def test_this_machine_is_examined() -> None:
-    """Everything that a run needs is looked at by trying; whoever runs this suite has a machine that works."""
+    """Everything that a run needs is looked at by trying.
+
+    Whoever runs this suite has a machine that works.
+    """
     findings = {finding.what: finding for finding in doctor.examine()}
     looked_at = {"packages", "torch", "GPUs", "machine", "shared memory", "write rule"}
     assert looked_at <= set(findings)
@@ -52,7 +55,10 @@ def test_what_is_found_is_printed_before_the_next_look() -> None:
 def test_what_gpus_do_needs_nvidia_ml_py(
     there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are GPUs and no NVML, it says what is not shown, and what to install; without GPUs nothing is missing."""
+    """Where there are GPUs and no NVML, it says what is not shown, and what to install.
+
+    Without GPUs nothing is missing.
+    """
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [*doctor._monitoring(tmp_path)] == []
     card = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"

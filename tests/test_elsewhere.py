@@ -1,4 +1,7 @@
-"""VMs elsewhere, without a cluster: what they bring is written down beside the supervisor's loop, and all of it counts."""
+"""VMs elsewhere, without a cluster.
+
+What they bring is written down beside the supervisor's loop, and all of it counts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blocks import block
 from elsewhere import install
 from notebook_harness import Notebook, until
 from privileges import needs_mounts
@@ -56,19 +60,28 @@ def book(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Notebook]:
 def test_setup_cells_go_with_the_names(book: Notebook) -> None:
     """VMs of a cluster run them, too; a run that is started again runs them again."""
     book.good(
-        "#pragma taas --setup\nimport codecs\ncodecs.register_error('far', lambda error: ('?',"
-        " error.end))"
+        block("""
+            #pragma taas --setup
+            import codecs
+            codecs.register_error('far', lambda error: ('?', error.end))
+        """)
     )
     book.good(
-        "#!g2.1\n#pragma taas --gpus 2 --max-restarts 1\nimport os\n"
-        "far = 'ä'.encode('ascii', 'far'), os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "if far[1] == '0' and os.environ['RANK'] == '1': os.kill(os.getpid(), 9)"
+        block("""
+            #!g2.1
+            #pragma taas --gpus 2 --max-restarts 1
+            import os
+            far = 'ä'.encode('ascii', 'far'), os.environ['TORCHELASTIC_RESTART_COUNT']
+            if far[1] == '0' and os.environ['RANK'] == '1': os.kill(os.getpid(), 9)
+        """)
     )
     assert book.value("far") == "(b'?', '1')"
 
 
 def test_names_files_and_a_loss(book: Notebook) -> None:
-    """Names of several windows' size arrive whole, and rank 0's files; a rank that is killed is started again.
+    """Names of several windows' size arrive whole, and rank 0's files.
+
+    A rank that is killed is started again.
 
     %taas release ends the agents.
     """
@@ -91,10 +104,12 @@ def test_names_files_and_a_loss(book: Notebook) -> None:
     assert book.value("torch.equal(taas.collected['made'][0], made)") == "True"
     assert book.value("made.sum().item() == 3 * (40 << 18)") == "True"
     ran = book.good(
-        "#pragma taas --gpus 2 --max-restarts 1\n"
-        "import os\n"
-        "made = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "if made == '0' and os.environ['RANK'] == '1': os.kill(os.getpid(), 9)"
+        block("""
+            #pragma taas --gpus 2 --max-restarts 1
+            import os
+            made = os.environ['TORCHELASTIC_RESTART_COUNT']
+            if made == '0' and os.environ['RANK'] == '1': os.kill(os.getpid(), 9)
+        """)
     )
     assert "started again (1 of 1 restarts used)" in ran.stdout
     assert book.value("made") == "1"
@@ -105,7 +120,10 @@ def test_names_files_and_a_loss(book: Notebook) -> None:
 @needs_mounts
 @pytest.mark.parametrize("book", ["hidden"], indirect=True)
 def test_a_project_that_is_not_seen_there(book: Notebook, tmp_path: Path) -> None:
-    """It travels; what rank 0 wrote is back while the cell runs; what changed at both ends is kept in both versions."""
+    """It travels; what rank 0 wrote is back while the cell runs.
+
+    What changed at both ends is kept in both versions.
+    """
     gate = tmp_path / "gate"
     for name, text in (("model.py", "VALUE = 'notebook'"), ("large.bin", "0" * (9 << 20))):
         (book.folder / name).write_text(text)
@@ -139,8 +157,12 @@ def test_a_project_that_is_not_seen_there(book: Notebook, tmp_path: Path) -> Non
     (book.folder / "model.py").write_text("VALUE = 'edited'")
     (book.folder / "both.txt").unlink()
     book.good(
-        "#pragma taas --gpus 1 --keep\nimport importlib\nimportlib.reload(model)\n"
-        "found = model.VALUE, sorted({*os.listdir()} - {'__pycache__'})"
+        block("""
+            #pragma taas --gpus 1 --keep
+            import importlib
+            importlib.reload(model)
+            found = model.VALUE, sorted({*os.listdir()} - {'__pycache__'})
+        """)
     )
     there = sorted(names - {"large.bin", "net.pt", "both.txt"} | {"made.txt"})
     assert book.value("found") == str(("edited", there)), "kept ranks have the project as it is now"
@@ -172,7 +194,9 @@ taas.register(loader)
 @needs_mounts
 @pytest.mark.parametrize("book", ["hidden"], indirect=True)
 def test_a_large_file_comes_when_it_is_opened(book: Notebook) -> None:
-    """Once to each VM; the next cell has it from there, another version comes anew; so do files that datasets read.
+    """Once to each VM; the next cell has it from there, another version comes anew.
+
+    So do files that datasets read.
 
     What rank 0 changes in it comes back as any other file.
     """

@@ -1,4 +1,7 @@
-"""However a run ends, what was trained is not lost: rank 0's names come back as they stood (contract, section 4)."""
+"""However a run ends, what was trained is not lost.
+
+Rank 0's names come back as they stood (contract, section 4).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook, Ran, gone, terminal, until
 
 from taas.runs.records import read_records
@@ -17,10 +21,11 @@ from taas.wire.clients import RunRequest, Stacks
 
 pytestmark = pytest.mark.slow
 
-GROUP = (
-    "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank ="
-    " dist.get_rank()\n"
-)
+GROUP = """\
+import time, torch, torch.distributed as dist
+dist.init_process_group('gloo')
+rank = dist.get_rank()
+"""
 STOOD = "rank 0's names came back as they stood"
 
 
@@ -30,12 +35,15 @@ def ready():
     "Say that all ranks have come here."
     places = pathlib.Path(ready_at)
     (places / os.environ["RANK"]).touch()
-    while os.environ["RANK"] == "0" and len(list(places.iterdir())) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
-    if os.environ["RANK"] == "0": print("ready", flush=True)
+    if os.environ["RANK"] == "0":
+        while len(list(places.iterdir())) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
+        print("ready", flush=True)
 
 def after_rank_0():
-    "Wait until rank 0 is at its last line, or on its way from there: what it waits in, it enters without a sign."
-    while not pathlib.Path(ready_at, "0").exists(): time.sleep(0.01)
+    "Wait until rank 0 is at its last line, and most probably in it: no sign tells that."
+    while not pathlib.Path(ready_at, "0").exists():
+        time.sleep(0.01)
     time.sleep(0.3)
 """
 COMES = "pathlib.Path(ready_at, '0').touch()"
@@ -44,7 +52,10 @@ COMES = "pathlib.Path(ready_at, '0').touch()"
 
 @pytest.fixture(autouse=True)
 def no_rank_is_left(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """After each ending no rank is left; that a run in the same notebook succeeds shows the next test."""
+    """After each ending no rank is left.
+
+    That a run in the same notebook succeeds shows the next test.
+    """
     places = tmp_path_factory.mktemp("ready")
     notebook.good(f"{READY}\nready_at = {str(places)!r}")
     yield
@@ -76,14 +87,19 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
     """A checkpoint that takes 4 s is whole, the cell succeeds, and all names come back."""
     ran = interrupted(
         notebook,
-        "import os, time\nsteps = 0\n"
-        "try:\n    ready()\n    while True: steps += 1; time.sleep(0.01)\n"
-        "except KeyboardInterrupt:\n"
-        "    if os.environ['RANK'] == '0':\n"
-        "        with open('checkpoint', 'wb') as file:\n"
-        "            for _ in range(40):\n"
-        "                file.write(bytes(100_000)); file.flush(); time.sleep(0.1)\n"
-        "    saved = True\n",
+        block("""
+            import os, time
+            steps = 0
+            try:
+                ready()
+                while True: steps += 1; time.sleep(0.01)
+            except KeyboardInterrupt:
+                if os.environ['RANK'] == '0':
+                    with open('checkpoint', 'wb') as file:
+                        for _ in range(40):
+                            file.write(bytes(100_000)); file.flush(); time.sleep(0.1)
+                saved = True
+        """),
     )
     assert ran.status == "ok", ran.evalue
     assert (notebook.folder / "checkpoint").stat().st_size == 4_000_000
@@ -98,7 +114,10 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
 def test_an_interrupt_waits_for_c_code_that_takes_its_time(
     notebook: Notebook, library: str
 ) -> None:
-    """The line says what it is in; ``except`` runs, and groups are whole. Also of code that holds the GIL."""
+    """The line says what it is in; ``except`` runs, and groups are whole.
+
+    Also of code that holds the GIL.
+    """
     with (notebook.folder / "spin").open("w+b") as file:
         file.truncate(4)
         lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))
@@ -129,18 +148,30 @@ def test_an_interrupt_waits_for_c_code_that_takes_its_time(
 
 
 def test_questions_to_a_rank_that_holds_the_gil_do_not_cut_it_off(notebook: Notebook) -> None:
-    """A run that is finishing for minutes is looked at again and again; here at once, more often than a socket holds."""
+    """A run that is finishing for minutes is looked at again and again.
+
+    Here at once, more often than a socket holds.
+    """
     with (notebook.folder / "spin").open("w+b") as file:
         file.truncate(4)
         lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))
     ctypes.CDLL(None).pthread_spin_init(lock, 1)
     ctypes.CDLL(None).pthread_spin_lock(lock)
     notebook.start(
-        "#pragma taas --gpus 1 --name deaf\nimport ctypes, mmap\nstages = []\nready()\n"
-        "with open('spin', 'r+b') as file:\n"
-        "    lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))\n"
-        "try:\n    ctypes.PyDLL(None).pthread_spin_lock(lock)\n    while True: pass\n"
-        "except KeyboardInterrupt:\n    stages.append('saved')\ndel lock"
+        block("""
+            #pragma taas --gpus 1 --name deaf
+            import ctypes, mmap
+            stages = []
+            ready()
+            with open('spin', 'r+b') as file:
+                lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))
+            try:
+                ctypes.PyDLL(None).pthread_spin_lock(lock)
+                while True: pass
+            except KeyboardInterrupt:
+                stages.append('saved')
+            del lock
+        """)
     )
     try:
         notebook.wait_for("ready")
@@ -160,10 +191,18 @@ def test_questions_to_a_rank_that_holds_the_gil_do_not_cut_it_off(notebook: Note
 
 
 def test_an_unhandled_interrupt_brings_the_model_as_it_stood(notebook: Notebook) -> None:
-    """In the middle of training with DDP: the notebook's own model has the trained weights, history its entries."""
+    """In the middle of training with DDP.
+
+    The notebook's own model has the trained weights, history its entries.
+    """
     notebook.good(
-        "import torch\nmodel = torch.nn.Linear(4, 1)\nbefore ="
-        " model.weight.detach().clone()\nhistory = []\nown = model"
+        block("""
+            import torch
+            model = torch.nn.Linear(4, 1)
+            before = model.weight.detach().clone()
+            history = []
+            own = model
+        """)
     )
     ran = interrupted(
         notebook,
@@ -185,12 +224,20 @@ def test_an_unhandled_interrupt_brings_the_model_as_it_stood(notebook: Notebook)
 
 
 def test_a_handler_of_the_cells_own_is_asked(notebook: Notebook) -> None:
-    """``signal.signal(SIGINT, …)`` works as in a script: the loop ends when it has seen the flag."""
+    """``signal.signal(SIGINT, …)`` works as in a script.
+
+    The loop ends when it has seen the flag.
+    """
     ran = interrupted(
         notebook,
-        "import signal, time\nstopped = []\n"
-        "before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))\n"
-        "ready()\nwhile not stopped: time.sleep(0.05)\nafter = 'saved'\n",
+        block("""
+            import signal, time
+            stopped = []
+            before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
+            ready()
+            while not stopped: time.sleep(0.05)
+            after = 'saved'
+        """),
     )
     assert ran.status == "ok", ran.evalue
     assert notebook.value("after, stopped") == "saved [2]"
@@ -257,8 +304,11 @@ def test_one_press_ends_a_program_that_the_cell_runs(
 ) -> None:
     """It gets the signal as in a terminal, and the cell a KeyboardInterrupt; ``finally`` runs."""
     notebook.good(
-        f"program = 'touch {tmp_path}/$RANK; exec sleep 600'\norder = []\n"
-        "import ctypes, os, subprocess, threading, time"
+        block(f"""
+            program = 'touch {tmp_path}/$RANK; exec sleep 600'
+            order = []
+            import ctypes, os, subprocess, threading, time
+        """)
     )
     notebook.start(
         f"#pragma taas --gpus 2\ntry:\n    {RUNS[what]}\nfinally:\n    order.append('finally')"
@@ -280,9 +330,15 @@ def test_a_program_that_handles_an_interrupt_comes_to_its_end(
         "import os, torch\nfrom torch.utils.data import DataLoader\nseen = []"
     )
     notebook.start(
-        "#pragma taas --gpus 2\nbatches = iter(DataLoader(torch.arange(4), num_workers=1))\n"
-        "next(batches)\ntry:\n    os.system(program)\n"
-        "except KeyboardInterrupt:\n    seen += [batch.item() for batch in batches]"
+        block("""
+            #pragma taas --gpus 2
+            batches = iter(DataLoader(torch.arange(4), num_workers=1))
+            next(batches)
+            try:
+                os.system(program)
+            except KeyboardInterrupt:
+                seen += [batch.item() for batch in batches]
+        """)
     )
     until(lambda: {path.name for path in tmp_path.iterdir()} >= {"0", "1"})
     notebook.interrupt()
@@ -293,7 +349,10 @@ def test_a_program_that_handles_an_interrupt_comes_to_its_end(
 
 
 def test_an_interrupt_of_a_cell_that_awaits_and_does_not_handle_it(notebook: Notebook) -> None:
-    """It is a KeyboardInterrupt, also where Python code runs; ``finally`` runs, the next such cell as well."""
+    """It is a KeyboardInterrupt, also where Python code runs.
+
+    ``finally`` runs, the next such cell as well.
+    """
     for waits in ("await asyncio.sleep(600)", "await asyncio.sleep(0)\n    while True: pass"):
         ran = interrupted(
             notebook,
@@ -313,9 +372,14 @@ def test_what_fails_while_the_cell_is_finishing_is_said(notebook: Notebook) -> N
     """The checkpoint that could not be written is not silently missing."""
     ran = interrupted(
         notebook,
-        "import time\n"
-        "try:\n    ready()\n    time.sleep(600)\n"
-        "finally:\n    raise OSError('no room for the checkpoint')",
+        block("""
+            import time
+            try:
+                ready()
+                time.sleep(600)
+            finally:
+                raise OSError('no room for the checkpoint')
+        """),
     )
     assert ran.ename == "KeyboardInterrupt"
     assert "raised OSError: no room for the checkpoint" in ran.evalue
@@ -325,10 +389,17 @@ def test_a_rank_that_does_not_notice_holds_nobody(notebook: Notebook) -> None:
     """Rank 1 is stuck in C; rank 0 finishes all the same."""
     ran = interrupted(
         notebook,
-        "import ctypes, os, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    ready()\n    ctypes.PyDLL(None).pause()\n    ctypes.PyDLL(None).sleep(600)\n"
-        "try:\n    ready(); time.sleep(600)\nfinally:\n    time.sleep(3); finished = True",
+        block("""
+            import ctypes, os, time
+            if os.environ['RANK'] == '1':
+                ready()
+                ctypes.PyDLL(None).pause()
+                ctypes.PyDLL(None).sleep(600)
+            try:
+                ready(); time.sleep(600)
+            finally:
+                time.sleep(3); finished = True
+        """),
     )
     assert ran.ename == "KeyboardInterrupt"
     assert STOOD in ran.evalue
@@ -411,7 +482,7 @@ of it afterwards.
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_rank_1_fails_while_rank_0_is_in(notebook: Notebook, what: str) -> None:
-    """Rank 1's end is the cell's; rank 0 is freed, or packed where it stands, and its names come back."""
+    """Rank 1's end is the cell's; rank 0 is freed where it stands, and its names come back."""
     before, end, stays, name, value = OTHERS[what]
     ran = notebook.run(
         f"#pragma taas --gpus 2\n{before}\nimport os, pathlib\n"
@@ -432,11 +503,22 @@ def test_rank_1_fails_while_rank_0_is_in(notebook: Notebook, what: str) -> None:
 
 
 def test_rank_0_fails(notebook: Notebook) -> None:
-    """Changed in place and rebound, as in a notebook whose cell raised; statements that did not run have done nothing."""
+    """Changed in place and rebound, as in a notebook whose cell raised.
+
+    Statements that did not run have done nothing.
+    """
     notebook.good("rows, table = [1], {'a': 1}\nsame = rows")
     ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, time\nrows.append(2)\ntable['b'] = 2\nmade = 3\n"
-        "if os.environ['RANK'] == '0': raise ValueError('late')\ntime.sleep(600)\nnever = 4"
+        block("""
+            #pragma taas --gpus 2
+            import os, time
+            rows.append(2)
+            table['b'] = 2
+            made = 3
+            if os.environ['RANK'] == '0': raise ValueError('late')
+            time.sleep(600)
+            never = 4
+        """)
     )
     assert ran.ename == "CellFailed"
     assert f"All ranks were ended; {STOOD}" in ran.evalue
@@ -450,10 +532,12 @@ def test_rank_0_fails(notebook: Notebook) -> None:
     ("body", "said", "holds"),
     [
         (
-            (
-                "import os, signal, time\nlost = 1\nif os.environ['RANK'] == '0':"
-                " os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
-            ),
+            block("""
+                import os, signal, time
+                lost = 1
+                if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(600)
+            """),
             ("no names came back: rank 0 was killed by SIGKILL",),
             "'lost' not in globals()",
         ),
@@ -485,13 +569,16 @@ def test_return_narrows_what_comes_after_an_error(notebook: Notebook) -> None:
 
 # ---------------------------------------------------------------- a second press
 
-DEAF = (
-    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    "stage = 'begun'\n"
-    "while True:\n"
-    "    try:\n        ready(); time.sleep(600)\n"
-    "    except KeyboardInterrupt:\n        stage = 'noticed'; print('noticed', flush=True)\n"
-)
+DEAF = """\
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+stage = 'begun'
+while True:
+    try:
+        ready(); time.sleep(600)
+    except KeyboardInterrupt:
+        stage = 'noticed'; print('noticed', flush=True)
+"""
 
 
 def test_a_second_press_ends_everything(notebook: Notebook) -> None:
@@ -534,8 +621,15 @@ def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
 def test_stop_is_one_press(notebook: Notebook) -> None:
     """The cell's ``finally`` runs; its error says who stopped it."""
     notebook.start(
-        "#pragma taas --gpus 2 --name long\nimport time\n"
-        "try:\n    ready()\n    time.sleep(600)\nfinally:\n    finished = 1"
+        block("""
+            #pragma taas --gpus 2 --name long
+            import time
+            try:
+                ready()
+                time.sleep(600)
+            finally:
+                finished = 1
+        """)
     )
     notebook.wait_for("ready")
     assert "long stopped after" in terminal("stop", "long").stdout
@@ -559,8 +653,12 @@ def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook) -> Non
     """``attach`` brings them, in place, and raises."""
     notebook.good("rows = [1]\nsame = rows")
     notebook.good(
-        "#pragma taas --gpus 2 --background --name bad\nrows.append(2)\nmade = 3\nraise"
-        " ValueError('late')"
+        block("""
+            #pragma taas --gpus 2 --background --name bad
+            rows.append(2)
+            made = 3
+            raise ValueError('late')
+        """)
     )
     ran = notebook.run("%taas attach bad")
     assert ran.ename == "CellFailed"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import block
 
 from taas.agent.forkserver import read_at_import
 from taas.agent.staging import environment
@@ -28,7 +29,7 @@ def own_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_typed_wins_over_variable_over_file(
     own_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``%taas engine`` wins over TAAS_ENGINE, that over ``taas.toml``, that over the local engine."""
+    """``%taas engine`` wins over TAAS_ENGINE, that over ``taas.toml``, that over the default."""
     assert chosen.chosen(own_project).kind == "local"
     (own_project / "taas.toml").write_text(
         '[engine]\ndefault = "ray"\naddress = "head:6379"\nwait = 5\nidle = 0\n'
@@ -62,15 +63,20 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"pip install 'jupyter-taas\[ray\]'"):
         chosen.choose(["ray"])
-    code = (
-        "import sys; sys.modules['ray'] = None\nimport taas, taas.magics, taas.launcher,"
-        " taas.supervisor.loop, taas.agent.loop, taas.rank.entry"
-    )
+    code = block("""
+        import sys
+        sys.modules['ray'] = None
+        import taas, taas.magics, taas.launcher
+        import taas.supervisor.loop, taas.agent.loop, taas.rank.entry
+    """)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_what_is_asked_of_slurm(own_project: Path) -> None:
-    """What is typed wins over `[engine.slurm]`; a VM with GPUs is a whole node unless its type says how it is asked for."""
+    """What is typed wins over `[engine.slurm]`.
+
+    A VM with GPUs is a whole node unless its type says how it is asked for.
+    """
     (own_project / "taas.toml").write_text(
         '[engine]\ndefault = "slurm"\n[engine.slurm]\npartition = "gpu"\ncpu_partition ='
         ' "cpu"\nsbatch = "--qos=long -v"\n[instances."g2.4"]\nvcpus = 112\ngpus = 4\nslurm ='
@@ -117,7 +123,10 @@ def test_versions_that_differ() -> None:
 
 
 def test_the_environment_on_a_vm() -> None:
-    """What the notebook set holds, what it inherited yields to the VM's own; libraries are imported with the same."""
+    """What the notebook set holds, what it inherited yields to the VM's own.
+
+    Libraries are imported with the same.
+    """
     notebook = {"PATH": "/here", "OMP_NUM_THREADS": "3", "LANG": "C", "MKL_X": "set"}
     changed = ("LD_PRELOAD", "MKL_X")  # the first was removed
     own = {"PATH": "/there", "LD_PRELOAD": "own.so", "MKL_X": "own", "LANG": "C.UTF-8"}
@@ -146,7 +155,10 @@ def test_the_environment_on_a_vm() -> None:
     ],
 )
 def test_a_comment_of_somebody_else_is_no_reason(line: str, error: str, says: str) -> None:
-    """Sites and users give jobs comments: only what the job's own nodes wrote keeps a run from starting again."""
+    """Sites and users give jobs comments.
+
+    Only what the job's own nodes wrote keeps a run from starting again.
+    """
     now = read_queue(line)["7"]
     assert now.over
     assert now.error == error

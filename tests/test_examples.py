@@ -1,4 +1,4 @@
-"""The examples: the demo's data, what runs notebooks, and that the demo and the delivery example run to their ends."""
+"""The examples run to their ends: the demo, the delivery example, what runs notebooks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def notebook(path: Path, *sources: str) -> Path:
 
 
 def test_runner_prints_and_keeps_outputs(tmp_path: Path) -> None:
-    """What cells print is printed, and is in the executed copy; the notebook runs in its own folder."""
+    """What cells print is printed, and is in the executed copy.
+
+    The notebook runs in its own folder.
+    """
     (tmp_path / "here").mkdir()
     path = notebook(tmp_path / "here" / "n.ipynb", "import os\nprint(os.getcwd())", "6 * 7")
     done = run(EXAMPLES / "run_notebook.py", path, "--out", "out", cwd=tmp_path)
@@ -99,7 +102,7 @@ def test_runner_prints_and_keeps_outputs(tmp_path: Path) -> None:
 
 
 def test_runner_fails_with_the_notebook(tmp_path: Path) -> None:
-    """A failing cell ends the run with status 1, its traceback is shown, and the copy is written all the same."""
+    """A failing cell ends the run with status 1 and its traceback; the copy is written."""
     path = notebook(tmp_path / "n.ipynb", "print('before')\n1 / 0", "print('never')")
     done = run(EXAMPLES / "run_notebook.py", path, "--out", tmp_path / "out", cwd=tmp_path)
     assert done.returncode == 1
@@ -112,7 +115,9 @@ def test_runner_fails_with_the_notebook(tmp_path: Path) -> None:
 
 
 def run_example(name: str, folder: Path, *beside: str) -> tuple[str, list[dict[str, Any]]]:
-    """Run a copy of a notebook in a folder, as its reader does; returns what is printed, and the outputs of its cells.
+    """Run a copy of a notebook in a folder, as its reader does.
+
+    Returns what is printed, and the outputs of its cells.
 
     ``beside`` are files of the examples that it needs. The notebook has to run to its end.
     """
@@ -152,7 +157,10 @@ def test_demo_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_data_vms_share_the_reading(tmp_path: Path) -> None:
-    """Every rank reads all alone; with ``--cpus 4`` each takes half the steps; the waiting of both is plotted."""
+    """Every rank reads all alone; with ``--cpus 4`` each takes half the steps.
+
+    The waiting of both is plotted.
+    """
     pytest.importorskip("matplotlib")
     printed, outputs = run_example("data_delivery.ipynb", tmp_path)
     assert re.findall(r"(\d+) steps, \d+\.\d s waited", printed) == ["32", "16"]

@@ -1,4 +1,4 @@
-"""`%taas export` writes a program that torchrun runs with the same numbers, where taas is not installed."""
+"""`%taas export` writes a program that torchrun runs with the same numbers, without taas."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_project_that_was_moved_is_named(tmp_path: Path) -> None:
 
 
 def test_the_example_as_a_program(tmp_path: Path) -> None:
-    """MNIST's DistributedDataParallel cell, with a dataset of torchvision's, and modules of the project."""
+    """MNIST's DistributedDataParallel cell, with torchvision's dataset and project modules."""
     project = tmp_path / "project"
     shutil.copytree(EXAMPLES, project, ignore=shutil.ignore_patterns("data", "artefacts"))
     code = _cells(project / "mnist_ddp.ipynb")
@@ -172,7 +172,10 @@ def test_the_example_as_a_program(tmp_path: Path) -> None:
     ids=["own", "registered"],
 )
 def test_torchrun_prints_the_same(tmp_path: Path, before: str, loader: str, options: str) -> None:
-    """Classes, closures, a decorated function and data that they need; the second time the loader is registered."""
+    """Classes, closures, a decorated function and data that they need.
+
+    The second time the loader is registered.
+    """
     project = tmp_path / "project"
     project.mkdir()
     book = Notebook(project)

@@ -1,4 +1,7 @@
-"""Whoever of taas is killed, stopped or starved, whatever it is at: the cell ends, nothing is left, the next one runs."""
+"""Whoever of taas is killed, stopped or starved, whatever it is at.
+
+The cell ends, nothing is left, the next one runs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def test_a_kernel_that_dies_after_a_fault(own_stage: Stage, fault: Fault) -> Non
 
 @pytest.mark.parametrize("fault", table(), ids=str)
 def test_a_fault(stage: Stage, fault: Fault) -> None:
-    """The cell ends as the table says, and so it says; no process of the run is left; the next cell runs."""
+    """The cell ends as the table says, and so it says; no process of the run is left.
+
+    The next cell runs.
+    """
     stage.reach(fault.state)
     found = stage.notebook.processes()
     stage.strike(fault)
@@ -69,7 +75,10 @@ def test_a_fault(stage: Stage, fault: Fault) -> None:
 
 @pytest.mark.timeout(7200)  # a hundred of them take a while
 def test_random_faults(stage: Stage) -> None:
-    """Two of them at once, the same in every run; ``TAAS_FAULTS=100`` for others and more, ``TAAS_FAULTS_SEED`` for those again."""
+    """Two of them at once, the same in every run.
+
+    ``TAAS_FAULTS=100`` for others and more, ``TAAS_FAULTS_SEED`` for those again.
+    """
     seed = SEED or random.randrange(1, 1 << 32)
     print(f"TAAS_FAULTS_SEED={seed}")
     dice = random.Random(seed)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone
 
 pytestmark = pytest.mark.slow
@@ -13,7 +14,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(notebook: Notebook) -> Iterator[None]:
-    """After each fault no rank is left; that a run in the same notebook succeeds shows the next test."""
+    """After each fault no rank is left.
+
+    That a run in the same notebook succeeds shows the next test.
+    """
     yield
     found = notebook.processes()
     assert not found.ranks
@@ -30,10 +34,10 @@ def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     assert ran.own == "world 2\n"
 
 
-GROUP = (
-    "import os, signal, torch, torch.distributed as dist\ndist.init_process_group('gloo'); rank ="
-    " dist.get_rank()\n"
-)
+GROUP = """\
+import os, signal, torch, torch.distributed as dist
+dist.init_process_group('gloo'); rank = dist.get_rank()
+"""
 FAILS = {
     "an exception in one rank, while others wait": (
         f"{GROUP}if rank == 1:\n    raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))",
@@ -53,10 +57,11 @@ FAILS = {
         (),
     ),
     "a rank that is killed, and not those whose collective broke": (
-        (
-            f"{GROUP}dist.barrier()\nif rank == 2: os.kill(os.getpid(),"
-            " signal.SIGKILL)\ndist.all_reduce(torch.ones(1))"
-        ),
+        block(f"""
+            {GROUP}dist.barrier()
+            if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+        """),
         "rank 2 was killed by SIGKILL: out of memory?",
         (),
     ),
@@ -65,7 +70,10 @@ FAILS = {
 
 @pytest.mark.parametrize("what", FAILS)
 def test_what_failed_is_shown_on_the_cells_lines(notebook: Notebook, what: str) -> None:
-    """The first failing rank's traceback is the cell's, once; ranks that hang in a collective are ended."""
+    """The first failing rank's traceback is the cell's, once.
+
+    Ranks that hang in a collective are ended.
+    """
     body, said, parts = FAILS[what]
     ran = notebook.run(f"#pragma taas --gpus 3\n{body}")
     assert ran.ename == "CellFailed"
@@ -150,10 +158,13 @@ BUSY = {
     "C code that holds the GIL": (
         "import ctypes\nprint('ready', flush=True)\nctypes.PyDLL(None).sleep(600)"
     ),
-    "deaf to SIGTERM": (
-        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.signal(signal.SIGINT,"
-        " signal.SIG_IGN)\nprint('ready', flush=True)\nwhile True: time.sleep(1)"
-    ),
+    "deaf to SIGTERM": block("""
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print('ready', flush=True)
+        while True: time.sleep(1)
+    """),
     "await": "import asyncio\nprint('ready', flush=True)\nawait asyncio.sleep(600)",
 }
 
@@ -180,8 +191,12 @@ def test_interrupt(notebook: Notebook, what: str) -> None:
 def test_a_forgotten_process_group_is_closed(notebook: Notebook) -> None:
     """A cell need not destroy its process group; nothing is printed about it."""
     ran = notebook.good(
-        "#pragma taas --gpus 2\nimport torch.distributed as"
-        " dist\ndist.init_process_group('gloo')\ndist.barrier()"
+        block("""
+            #pragma taas --gpus 2
+            import torch.distributed as dist
+            dist.init_process_group('gloo')
+            dist.barrier()
+        """)
     )
     assert ran.stderr == ""
 
@@ -189,7 +204,10 @@ def test_a_forgotten_process_group_is_closed(notebook: Notebook) -> None:
 def test_children_of_a_cell_end_with_it(notebook: Notebook) -> None:
     """A child with a session of its own, whose parent has gone, does not outlive the run."""
     notebook.good(
-        "#pragma taas --gpus 1\nimport subprocess\n"
-        "child = subprocess.Popen(['sleep', '600'], start_new_session=True).pid"
+        block("""
+            #pragma taas --gpus 1
+            import subprocess
+            child = subprocess.Popen(['sleep', '600'], start_new_session=True).pid
+        """)
     )
     assert not psutil.pid_exists(int(notebook.value("child")))

@@ -1,4 +1,4 @@
-"""The gallery's notebooks: each trains in taas cells, and gives the numbers that torchrun gives the same script."""
+"""The gallery's notebooks give the numbers that torchrun gives the same script."""
 
 from __future__ import annotations
 

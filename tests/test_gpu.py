@@ -26,6 +26,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, Ran, gone
 
 from taas.agent.gpu_watch import GpuWatch
@@ -47,11 +48,13 @@ SLACK = 128 << 20
 def notebook(notebook: Notebook) -> Notebook:
     """The module's notebook, whose kernel holds a CUDA context and tensors from the start."""
     notebook.good(
-        "import random, torch\n"
-        "from torch import nn\n"
-        "torch.set_num_threads(1)\n"
-        "resident = torch.ones(3, device='cuda')\n"
-        "torch.cuda.synchronize()\n"
+        block("""
+            import random, torch
+            from torch import nn
+            torch.set_num_threads(1)
+            resident = torch.ones(3, device='cuda')
+            torch.cuda.synchronize()
+        """)
     )
     assert notebook.value("torch.cuda.is_initialized()") == "True"
     return notebook
@@ -79,7 +82,10 @@ def open_devices(process: psutil.Process) -> set[str]:
 
 
 def holds_gpu(process: psutil.Process) -> bool:
-    """Whether a process has a CUDA context: each has this file open, and NVML, which the agent may ask, has not."""
+    """Whether a process has a CUDA context.
+
+    Each has this file open, and NVML, which the agent may ask, has not.
+    """
     return "/dev/nvidia-uvm" in open_devices(process)
 
 
@@ -92,7 +98,7 @@ def in_time(condition: Callable[[], bool]) -> bool:
 
 
 def complaints(ran: Ran) -> list[str]:
-    """Lines on standard error but those in which gloo tells of its connections, and warnings of torch, as DDP's reducer has."""
+    """Return standard error without gloo's lines on connections and torch's warnings."""
     spoken = re.compile(r"\[Gloo\]|\[(?:rank\d+\]:)?\[?[IW]\d|.*Warning: |  ")
     return [line for line in ran.stderr.splitlines() if line.strip() and not spoken.match(line)]
 
@@ -109,10 +115,13 @@ def live_line(ran: Ran) -> str:
 def test_taas_leaves_cuda_to_the_ranks(fresh: Notebook) -> None:
     """The rank computes on the GPU; kernel, supervisor, agent and forkserver never open it."""
     fresh.start(
-        "#pragma taas --gpus 1\nimport torch\n"
-        "on_gpu = torch.ones(2, device='cuda')\n"
-        "print('ready', flush=True)\n"
-        "while True: pass\n"
+        block("""
+            #pragma taas --gpus 1
+            import torch
+            on_gpu = torch.ones(2, device='cuda')
+            print('ready', flush=True)
+            while True: pass
+        """)
     )
     fresh.wait_for("ready")
     found = fresh.processes()
@@ -128,35 +137,49 @@ def test_taas_leaves_cuda_to_the_ranks(fresh: Notebook) -> None:
 
 
 def test_a_new_cuda_tensor_comes_to_host_memory(fresh: Notebook) -> None:
-    """The kernel's GPU is where the next rank 0 computes; a kernel that has not used CUDA goes on not using it."""
+    """The kernel's GPU is where the next rank 0 computes.
+
+    A kernel that has not used CUDA goes on not using it.
+    """
     fresh.good("#pragma taas --gpus 1\nimport torch\nmade = torch.arange(3, device='cuda')")
     assert fresh.value("made.device, made.tolist()") == "cpu [0, 1, 2]"
     assert fresh.value("torch.cuda.is_initialized()") == "False"
 
 
 def test_what_a_cell_makes_on_the_gpu_leaves_it_with_the_rank(notebook: Notebook) -> None:
-    """Model, gradients and the optimizer's state take no room there that the next cell needs. Not run on a GPU yet."""
+    """Model, gradients and the optimizer's state take no room there that the next cell needs.
+
+    Not run on a GPU yet.
+    """
     before = notebook.value("torch.cuda.memory_allocated()")
     notebook.good(
-        "#pragma taas --gpus 1\n"
-        "made = nn.Linear(4096, 4096, device='cuda')\n"
-        "adam = torch.optim.Adam(made.parameters())\n"
-        "made(torch.ones(1, 4096, device='cuda')).sum().backward()\n"
-        "adam.step()\n"
+        block("""
+            #pragma taas --gpus 1
+            made = nn.Linear(4096, 4096, device='cuda')
+            adam = torch.optim.Adam(made.parameters())
+            made(torch.ones(1, 4096, device='cuda')).sum().backward()
+            adam.step()
+        """)
     )
     assert notebook.value("torch.cuda.memory_allocated()") == before
     assert notebook.value("made.weight.device, made.weight.grad.device") == "cpu cpu"
     assert notebook.value("{s['exp_avg'].device.type for s in adam.state.values()}") == "{'cpu'}"
     notebook.good(
-        "#pragma taas --gpus 1\nmade.cuda()(torch.ones(1, 4096,"
-        " device='cuda')).sum().backward()\nadam.step()"
+        block("""
+            #pragma taas --gpus 1
+            made.cuda()(torch.ones(1, 4096, device='cuda')).sum().backward()
+            adam.step()
+        """)
     )
     notebook.good("del made, adam")
 
 
 @pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
 def test_memory_of_two_gpus_stays_on_two_in_one_process(notebook: Notebook) -> None:
-    """``#!g2.2`` alone sees all GPUs: a model that is split over them stays so, there and back. Not run on GPUs yet."""
+    """``#!g2.2`` alone sees all GPUs: a model that is split over them stays so, there and back.
+
+    Not run on GPUs yet.
+    """
     notebook.good("halves = [torch.zeros(2, device=f'cuda:{n}') for n in (0, 1)]")
     ran = notebook.good("#!g2.2\nprint(*(half.device for half in halves))\nhalves[1] += 1")
     assert ran.own == "cuda:0 cuda:1\n"
@@ -165,33 +188,48 @@ def test_memory_of_two_gpus_stays_on_two_in_one_process(notebook: Notebook) -> N
 
 @pytest.mark.parametrize("count", [1, len(GPUS)])
 def test_cuda_is_the_programs_to_use_first(fresh: Notebook, count: int) -> None:
-    """Until then children that the cell forks may use it, and each rank may leave its own GPU alone visible. Not run on GPUs yet.
+    """The cell's children may use it before, and each rank may show its own GPU alone.
+
+    Not run on GPUs yet.
 
     With two GPUs or more the ranks above 0 are behind their walls.
     """
     ran = fresh.good(
-        f"#pragma taas --gpus {count} --output all\nimport os, torch, torch.multiprocessing as"
-        " mp\ndef child(found):\n    found.put(torch.ones(1, device='cuda').item())\ncontext ="
-        " mp.get_context('fork')\nfound = context.SimpleQueue()\nprocess ="
-        " context.Process(target=child, args=(found,))\nprocess.start(), process.join()\nrank ="
-        " os.environ['LOCAL_RANK']\nos.environ['CUDA_VISIBLE_DEVICES'] ="
-        " os.environ['CUDA_VISIBLE_DEVICES'].split(',')[int(rank)]\nprint('said', rank,"
-        " torch.cuda.is_initialized(), found.get(), torch.cuda.device_count(),"
-        " torch.cuda.current_device(), torch.rand(1, device='cuda').device)\n"
+        block(f"""
+            #pragma taas --gpus {count} --output all
+            import os, torch, torch.multiprocessing as mp
+            def child(found):
+                found.put(torch.ones(1, device='cuda').item())
+            context = mp.get_context('fork')
+            found = context.SimpleQueue()
+            process = context.Process(target=child, args=(found,))
+            process.start(), process.join()
+            rank = os.environ['LOCAL_RANK']
+            visible = os.environ['CUDA_VISIBLE_DEVICES'].split(',')
+            os.environ['CUDA_VISIBLE_DEVICES'] = visible[int(rank)]
+            before = torch.cuda.is_initialized(), found.get()
+            devices = torch.cuda.device_count(), torch.cuda.current_device()
+            print('said', rank, *before, *devices, torch.rand(1, device='cuda').device)
+        """)
     )
     said = sorted(re.findall(r"said (.*)", ran.stdout))
     assert said == [f"{rank} False 1.0 1 0 cuda:0" for rank in sorted(map(str, range(count)))]
 
 
 def test_a_rank_has_its_device_from_the_start(notebook: Notebook) -> None:
-    """Visible are the run's GPUs, one a rank; the current device is the rank's; CUDA is not used before the cell."""
+    """Visible are the run's GPUs, one a rank; the current device is the rank's.
+
+    CUDA is not used before the cell.
+    """
     ran = notebook.good(
-        f"#pragma taas --gpus {len(GPUS)}\n"
-        "import os, torch\n"
-        "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
-        "print(torch.cuda.device_count() == int(os.environ['LOCAL_WORLD_SIZE']))\n"
-        "print(torch.cuda.current_device() == int(os.environ['LOCAL_RANK']))\n"
-        "print(torch.ones(1).cuda().device, torch.cuda.is_available())\n"
+        block(f"""
+            #pragma taas --gpus {len(GPUS)}
+            import os, torch
+            print(os.environ['CUDA_VISIBLE_DEVICES'])
+            print(torch.cuda.device_count() == int(os.environ['LOCAL_WORLD_SIZE']))
+            print(torch.cuda.current_device() == int(os.environ['LOCAL_RANK']))
+            print(torch.ones(1).cuda().device, torch.cuda.is_available())
+        """)
     )
     assert ran.own.splitlines() == [",".join(GPUS), "True", "True", "cuda:0 True"]
     assert f"{len(GPUS)} GPU" in live_line(ran)
@@ -211,7 +249,10 @@ def test_a_rank_has_its_device_from_the_start(notebook: Notebook) -> None:
 def test_too_few_gpus_are_refused_before_anything_starts(
     fresh: Notebook, header: str, asked: int
 ) -> None:
-    """The cell says how many there are and what to type; NCCL never gets to say "Duplicate GPU detected"."""
+    """The cell says how many there are and what to type.
+
+    NCCL never gets to say "Duplicate GPU detected".
+    """
     if asked <= len(GPUS):
         pytest.skip(f"this machine has {len(GPUS)} GPUs")
     ran = fresh.run(f"{header}\nimport torch.distributed as dist\ndist.init_process_group('nccl')")
@@ -235,7 +276,10 @@ print(torch.cuda.device_count(), total.device, resident.device)
 
 
 def test_rehearse_runs_cpu_ranks_and_hides_the_gpus(notebook: Notebook) -> None:
-    """``--rehearse`` runs more ranks than there are GPUs; a captured CUDA tensor is one of the CPU there."""
+    """``--rehearse`` runs more ranks than there are GPUs.
+
+    A captured CUDA tensor is one of the CPU there.
+    """
     notebook.good("resident = torch.ones(3, device='cuda'); before = resident")
     notebook.start(REHEARSED + "print('ready', flush=True)\nimport time\ntime.sleep(600)")
     notebook.wait_for("ready")
@@ -271,15 +315,17 @@ def test_a_notebook_that_hides_its_gpus_rehearses(fresh: Notebook) -> None:
 def test_nccl_of_one_rank(notebook: Notebook) -> None:
     """A real NCCL group on the GPU, left open by the cell; the result comes to the notebook."""
     ran = notebook.good(
-        "#pragma taas --gpus 1\n"
-        "import os, torch.distributed as dist\n"
-        "dist.init_process_group('nccl')\n"
-        "total = torch.arange(4.0, device='cuda')\n"
-        "dist.all_reduce(total)\n"
-        "gathered = [torch.empty_like(total)]\n"
-        "dist.all_gather(gathered, total)\n"
-        "dist.barrier(device_ids=[int(os.environ['LOCAL_RANK'])])\n"
-        "print(dist.get_backend(), dist.get_world_size())\n"
+        block("""
+            #pragma taas --gpus 1
+            import os, torch.distributed as dist
+            dist.init_process_group('nccl')
+            total = torch.arange(4.0, device='cuda')
+            dist.all_reduce(total)
+            gathered = [torch.empty_like(total)]
+            dist.all_gather(gathered, total)
+            dist.barrier(device_ids=[int(os.environ['LOCAL_RANK'])])
+            print(dist.get_backend(), dist.get_world_size())
+        """)
     )
     assert ran.own == "nccl 1\n"
     assert ran.stderr == ""
@@ -288,44 +334,65 @@ def test_nccl_of_one_rank(notebook: Notebook) -> None:
 
 
 def test_nccl_bound_to_the_device_and_gloo_beside_it(notebook: Notebook) -> None:
-    """``device_id=`` binds the group eagerly; ``cpu:gloo,cuda:nccl`` serves tensors of both kinds."""
+    """``device_id=`` binds the group eagerly.
+
+    ``cpu:gloo,cuda:nccl`` serves tensors of both kinds.
+    """
     ran = notebook.good(
-        "#pragma taas --gpus 1\n"
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('cpu:gloo,cuda:nccl', device_id=torch.device('cuda', 0))\n"
-        "host, device = torch.ones(2), torch.ones(2, device='cuda')\n"
-        "dist.all_reduce(host)\n"
-        "dist.all_reduce(device)\n"
-        "print(host.device, device.device)\n"
-        "dist.destroy_process_group()\n"
+        block("""
+            #pragma taas --gpus 1
+            import torch.distributed as dist
+            dist.init_process_group('cpu:gloo,cuda:nccl', device_id=torch.device('cuda', 0))
+            host, device = torch.ones(2), torch.ones(2, device='cuda')
+            dist.all_reduce(host)
+            dist.all_reduce(device)
+            print(host.device, device.device)
+            dist.destroy_process_group()
+        """)
     )
     assert ran.own == "cpu cuda:0\n"
     assert not complaints(ran)
 
 
 def test_nccl_in_a_cell_can_be_aborted(notebook: Notebook) -> None:
-    """From torch 2.15 on there are two: ranks get the one whose abort leaves the process alive. Not run on a GPU yet."""
+    """From torch 2.15 on there are two: ranks get the one whose abort leaves the process alive.
+
+    Not run on a GPU yet.
+    """
     ran = notebook.good(
-        "#pragma taas --gpus 1\n"
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('nccl')\n"
-        "dist.all_reduce(torch.ones(1, device='cuda'))\n"
-        "group = dist.group.WORLD._get_backend(torch.device('cuda'))\n"
-        "print(type(group).__name__)\n"
-        "del group\n"
+        block("""
+            #pragma taas --gpus 1
+            import torch.distributed as dist
+            dist.init_process_group('nccl')
+            dist.all_reduce(torch.ones(1, device='cuda'))
+            group = dist.group.WORLD._get_backend(torch.device('cuda'))
+            print(type(group).__name__)
+            del group
+        """)
     )
     assert ran.own == "ProcessGroupNCCL\n"
 
 
 @pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
 def test_an_interrupt_breaks_off_the_first_collective(notebook: Notebook) -> None:
-    """Rank 1 never comes to it: rank 0 waits in NCCL's making of a communicator. Not run on GPUs yet."""
+    """Rank 1 never comes to it: rank 0 waits in NCCL's making of a communicator.
+
+    Not run on GPUs yet.
+    """
     notebook.start(
-        "#pragma taas --gpus 2\nimport os, threading, time, torch, torch.distributed as dist\n"
-        "dist.init_process_group('nccl')\ndone = [1]\n"
-        "if os.environ['RANK'] == '1':\n    time.sleep(600)\n"
-        "threading.Timer(5, print, ['rank 0 waits'], {'flush': True}).start()\n"
-        "try:\n    dist.all_reduce(torch.ones(1, device='cuda'))\nfinally:\n    done.append(2)",
+        block("""
+            #pragma taas --gpus 2
+            import os, threading, time, torch, torch.distributed as dist
+            dist.init_process_group('nccl')
+            done = [1]
+            if os.environ['RANK'] == '1':
+                time.sleep(600)
+            threading.Timer(5, print, ['rank 0 waits'], {'flush': True}).start()
+            try:
+                dist.all_reduce(torch.ones(1, device='cuda'))
+            finally:
+                done.append(2)
+        """),
     )
     notebook.wait_for("rank 0 waits")
     notebook.interrupt()
@@ -344,12 +411,22 @@ def test_an_interrupt_breaks_off_the_first_collective(notebook: Notebook) -> Non
     ],
 )
 def test_ranks_above_0_have_no_context_on_gpu_0(notebook: Notebook, first: str) -> None:
-    """Whatever uses CUDA first, and after a look from another thread. Not run on GPUs yet; on the CPU: test_own_gpu.py."""
+    """Whatever uses CUDA first, and after a look from another thread.
+
+    Not run on GPUs yet; on the CPU: test_own_gpu.py.
+    """
     ran = notebook.good(
-        "#pragma taas --gpus 2 --output all\nimport os, threading, torch\nfrom taas.adopt import"
-        f" waits\n{first}\nthread = threading.Thread(target=waits.gpu_is_busy)\nthread.start(),"
-        " thread.join()\nprint('said', os.environ['RANK'], [torch._C._cuda_hasPrimaryContext(n)"
-        " for n in (0, 1)])\ndel thread\n"
+        block(f"""
+            #pragma taas --gpus 2 --output all
+            import os, threading, torch
+            from taas.adopt import waits
+            {first}
+            thread = threading.Thread(target=waits.gpu_is_busy)
+            thread.start(), thread.join()
+            contexts = [torch._C._cuda_hasPrimaryContext(n) for n in (0, 1)]
+            print('said', os.environ['RANK'], contexts)
+            del thread
+        """)
     )
     assert sorted(re.findall(r"said (.*)", ran.stdout)) == ["0 [True, False]", "1 [False, True]"]
 
@@ -362,7 +439,10 @@ def test_ranks_above_0_have_no_context_on_gpu_0(notebook: Notebook, first: str) 
     reason="this container does not show the driver's files",
 )
 def test_gpus_are_known_by_their_places_on_the_bus() -> None:
-    """As the driver names them, which ``nvidia-smi`` shows; whole ones are refused to nobody. Not run on a GPU yet."""
+    """As the driver names them, which ``nvidia-smi`` shows.
+
+    Whole ones are refused to nobody. Not run on a GPU yet.
+    """
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     buses = {
@@ -390,7 +470,10 @@ def test_nvml_is_asked_and_shut_down() -> None:
 
 
 def test_the_kernels_memory_beside_ranks_is_said(notebook: Notebook) -> None:
-    """Where it has much of a GPU that the run gets; afterwards nothing is said. Not run on a GPU yet."""
+    """Where it has much of a GPU that the run gets.
+
+    Afterwards nothing is said. Not run on a GPU yet.
+    """
     notebook.good("much = torch.empty(2 << 30, dtype=torch.uint8, device='cuda')")
     ran = notebook.good("#pragma taas --gpus 1\npass")
     assert "this notebook's kernel holds 2." in ran.stdout
@@ -404,8 +487,13 @@ def test_gpu_memory_is_free_between_kept_cells(notebook: Notebook) -> None:
     notebook.good("torch.cuda.empty_cache()")
     before = int(notebook.value("torch.cuda.mem_get_info()[0]"))
     notebook.good(
-        f"#pragma taas --gpus 1 --keep\nimport torch\nbig = torch.empty({4 * GIB},"
-        " dtype=torch.uint8, device='cuda')\ndel big\nsmall = torch.ones(1, device='cuda')"
+        block(f"""
+            #pragma taas --gpus 1 --keep
+            import torch
+            big = torch.empty({4 * GIB}, dtype=torch.uint8, device='cuda')
+            del big
+            small = torch.ones(1, device='cuda')
+        """)
     )
     assert (
         int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - 2 * GIB
@@ -420,15 +508,23 @@ LOCAL = "int(os.environ['LOCAL_RANK'])"
 @pytest.mark.parametrize("binding", ["", ", device_id=device"])
 @pytest.mark.parametrize("index", [LOCAL, f"{LOCAL} % torch.cuda.device_count()"])
 def test_nccl_between_all_gpus(notebook: Notebook, index: str, binding: str) -> None:
-    """Every pair of ranks meets, by P2P where the machine has it; to be run as an ordinary user, too. Not run on GPUs yet."""
+    """Every pair of ranks meets, by P2P where the machine has it.
+
+    To be run as an ordinary user, too. Not run on GPUs yet.
+    """
     ran = notebook.good(
-        f"#pragma taas --gpus {len(GPUS)} --output all\nimport os, torch.distributed as"
-        " dist\ndevice = torch.device('cuda',"
-        f" {index})\ndist.init_process_group('nccl'{binding})\nme, size = dist.get_rank(),"
-        " dist.get_world_size()\nmine, got = torch.full((size, 1 << 20), float(me),"
-        " device=device), torch.empty(size, 1 << 20, device=device)\ndist.all_to_all_single(got,"
-        " mine)\nprint('said', me, mine.device.index, got.mean(1).tolist() == list(map(float,"
-        " range(size))))\n",
+        block(f"""
+            #pragma taas --gpus {len(GPUS)} --output all
+            import os, torch.distributed as dist
+            device = torch.device('cuda', {index})
+            dist.init_process_group('nccl'{binding})
+            me, size = dist.get_rank(), dist.get_world_size()
+            mine = torch.full((size, 1 << 20), float(me), device=device)
+            got = torch.empty(size, 1 << 20, device=device)
+            dist.all_to_all_single(got, mine)
+            whole = got.mean(1).tolist() == list(map(float, range(size)))
+            print('said', me, mine.device.index, whole)
+        """),
         seconds=170,
     )
     assert sorted(re.findall(r"said (.*)", ran.stdout)) == [
@@ -440,12 +536,20 @@ def test_nccl_between_all_gpus(notebook: Notebook, index: str, binding: str) -> 
 def test_an_interrupt_breaks_off_data_parallel_on_gpus(notebook: Notebook) -> None:
     """Rank 0 waits in NCCL for a replica that does not come. Not run on GPUs yet."""
     notebook.start(
-        "#pragma taas --gpus 2\nimport os, threading, time, torch\n"
-        "model = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda())\n"
-        "x, done = torch.ones(4, 2).cuda(), [1]\nmodel(x)\n"
-        "if os.environ['RANK'] == '1':\n    time.sleep(600)\n"
-        "threading.Timer(2, print, ['rank 0 waits'], {'flush': True}).start()\n"
-        "try:\n    model(x).sum().item()\nfinally:\n    done.append(2)",
+        block("""
+            #pragma taas --gpus 2
+            import os, threading, time, torch
+            model = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda())
+            x, done = torch.ones(4, 2).cuda(), [1]
+            model(x)
+            if os.environ['RANK'] == '1':
+                time.sleep(600)
+            threading.Timer(2, print, ['rank 0 waits'], {'flush': True}).start()
+            try:
+                model(x).sum().item()
+            finally:
+                done.append(2)
+        """),
     )
     notebook.wait_for("rank 0 waits")
     notebook.interrupt()
@@ -458,22 +562,26 @@ def test_an_interrupt_breaks_off_data_parallel_on_gpus(notebook: Notebook) -> No
 
 
 def test_captured_cuda_tensors_change_in_place(notebook: Notebook) -> None:
-    """They arrive on the rank's GPU and come back into the notebook's own memory, aliases included."""
+    """They arrive on the rank's GPU and come back into the notebook's memory, with aliases."""
     notebook.good(
-        "x = torch.arange(6.0, device='cuda')\n"
-        "tail, host = x[2:], torch.zeros(2)\n"
-        "pinned = torch.zeros(4).pin_memory()\n"
-        "objects, memory = (x, tail, host, pinned), x.data_ptr()\n"
+        block("""
+            x = torch.arange(6.0, device='cuda')
+            tail, host = x[2:], torch.zeros(2)
+            pinned = torch.zeros(4).pin_memory()
+            objects, memory = (x, tail, host, pinned), x.data_ptr()
+        """)
     )
     ran = notebook.good(
-        "#pragma taas --gpus 1\n"
-        "print(x.device, tail.device, host.device, tail.data_ptr() - x.data_ptr())\n"
-        "tail += 10\n"
-        "host += 1\n"
-        "pinned += 2\n"
-        "new = x * 2\n"
-        "new_tail = new[1:]\n"
-        "host_copy = x.cpu()\n"
+        block("""
+            #pragma taas --gpus 1
+            print(x.device, tail.device, host.device, tail.data_ptr() - x.data_ptr())
+            tail += 10
+            host += 1
+            pinned += 2
+            new = x * 2
+            new_tail = new[1:]
+            host_copy = x.cpu()
+        """)
     )
     assert ran.own == "cuda:0 cuda:0 cpu 8\n"
     assert notebook.value("all(a is b for a, b in zip(objects, (x, tail, host, pinned)))") == "True"
@@ -495,21 +603,29 @@ def test_captured_cuda_tensors_change_in_place(notebook: Notebook) -> None:
 def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(
     notebook: Notebook, device: str
 ) -> None:
-    """Trained on the GPU, wherever it lay before: same objects, same device, new values; training goes on here and there."""
+    """Trained on the GPU, wherever it lay before: same objects, same device, new values.
+
+    Training goes on here and there.
+    """
     notebook.good(
-        f"torch.manual_seed(0)\nmodel = nn.Linear(8, 1).to({device!r})\n"
-        "weight, old = model.weight, model.weight.detach().clone()\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)\n"
-        f"batch = torch.randn(16, 8).to({device!r})\n"
+        block(f"""
+            torch.manual_seed(0)
+            model = nn.Linear(8, 1).to({device!r})
+            weight, old = model.weight, model.weight.detach().clone()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            batch = torch.randn(16, 8).to({device!r})
+        """)
     )
     for _ in range(2):
         notebook.good(
-            "#pragma taas --gpus 1\n"
-            "model.cuda()\n"
-            "for _ in range(3):\n"
-            "    optimizer.zero_grad()\n"
-            "    model(batch.cuda()).square().mean().backward()\n"
-            "    optimizer.step()\n"
+            block("""
+                #pragma taas --gpus 1
+                model.cuda()
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(batch.cuda()).square().mean().backward()
+                    optimizer.step()
+            """)
         )
     assert (
         notebook.value("model.weight is weight, weight.device.type, weight.grad.device.type")
@@ -522,10 +638,14 @@ def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(
 
 
 def test_random_draws_on_the_gpu_go_on(notebook: Notebook) -> None:
-    """The rank draws on CUDA what the notebook would have drawn, and the notebook goes on after it."""
+    """The rank draws on CUDA as the notebook would, and the notebook goes on after it."""
     notebook.good(
-        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in"
-        " range(3)]\ntorch.cuda.manual_seed(7)\ndrawn = [torch.rand(2, device='cuda').tolist()]\n"
+        block("""
+            torch.cuda.manual_seed(7)
+            expected = [torch.rand(2, device='cuda').tolist() for _ in range(3)]
+            torch.cuda.manual_seed(7)
+            drawn = [torch.rand(2, device='cuda').tolist()]
+        """)
     )
     notebook.good("#pragma taas --gpus 1\ndrawn.append(torch.rand(2, device='cuda').tolist())")
     notebook.good("drawn.append(torch.rand(2, device='cuda').tolist())")
@@ -533,15 +653,20 @@ def test_random_draws_on_the_gpu_go_on(notebook: Notebook) -> None:
 
 
 def test_random_draws_of_two_runs_go_on_in_a_kernel_that_has_not_used_cuda(fresh: Notebook) -> None:
-    """The second run goes on where the first stopped, and the notebook where the second did. Not run on a GPU yet."""
+    """The second run goes on where the first stopped, and the notebook where the second did.
+
+    Not run on a GPU yet.
+    """
     fresh.good("import torch\ntorch.manual_seed(7)\ndrawn = []")
     for _ in range(2):
         fresh.good("#pragma taas --gpus 1\ndrawn.append(torch.rand(2, device='cuda').tolist())")
     assert fresh.value("torch.cuda.is_initialized()") == "False"
     fresh.good("drawn.append(torch.rand(2, device='cuda').tolist())")
     fresh.good(
-        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in"
-        " range(3)]"
+        block("""
+            torch.cuda.manual_seed(7)
+            expected = [torch.rand(2, device='cuda').tolist() for _ in range(3)]
+        """)
     )
     assert fresh.value("drawn == expected") == "True"
 
@@ -561,12 +686,17 @@ def test_a_gigabyte_on_the_gpu_travels(notebook: Notebook) -> None:
 
 
 def test_kept_memory_is_compared_on_the_gpu(notebook: Notebook) -> None:
-    """One element of a kept tensor that changes comes to the notebook; comparing takes little room. Not run on a GPU yet."""
+    """One element of a kept tensor that changes comes to the notebook.
+
+    Comparing takes little room. Not run on a GPU yet.
+    """
     keep = "#pragma taas --gpus 1 --keep\n"
     notebook.good(f"{keep}large = torch.zeros((1 << 28) + 3, device='cuda')")
     ran = notebook.good(
-        f"{keep}print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)\nlarge[-1]"
-        " = 1.0"
+        block(f"""
+            {keep}print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)
+            large[-1] = 1.0
+        """)
     )
     assert ran.own == "True\n"
     assert notebook.value("large.device, large.sum().item()") == "cpu 1.0"
@@ -581,7 +711,8 @@ LOADED = """#pragma taas --gpus 1
 total, pinned = torch.zeros((), device="cuda"), []
 for samples, targets in loader:
     pinned.append(samples.is_pinned() and targets.is_pinned())
-    total += samples.to("cuda", non_blocking=True).sum() + targets.to("cuda", non_blocking=True).sum()
+    total += samples.to("cuda", non_blocking=True).sum()
+    total += targets.to("cuda", non_blocking=True).sum()
 print(len(pinned), all(pinned), total.item())
 """
 
@@ -590,11 +721,13 @@ print(len(pinned), all(pinned), total.item())
 def test_a_pinning_loader_of_the_notebook(notebook: Notebook, workers: int) -> None:
     """``pin_memory=True`` pins, with worker processes too, for a dataset class of the notebook."""
     notebook.good(
-        "from torch.utils.data import DataLoader, Dataset\n"
-        "class Squares(Dataset):\n"
-        "    def __len__(self): return 30\n"
-        "    def __getitem__(self, index): return torch.full((3,), float(index)), index ** 2\n"
-        f"loader = DataLoader(Squares(), batch_size=4, num_workers={workers}, pin_memory=True)\n"
+        block(f"""
+            from torch.utils.data import DataLoader, Dataset
+            class Squares(Dataset):
+                def __len__(self): return 30
+                def __getitem__(self, index): return torch.full((3,), float(index)), index ** 2
+            loader = DataLoader(Squares(), batch_size=4, num_workers={workers}, pin_memory=True)
+        """)
     )
     ran = notebook.good(LOADED)
     assert ran.own == f"8 True {float(sum(3 * i + i * i for i in range(30)))}\n"
@@ -602,18 +735,32 @@ def test_a_pinning_loader_of_the_notebook(notebook: Notebook, workers: int) -> N
 
 
 def test_delivered_elements_are_pinned(notebook: Notebook) -> None:
-    """A registered loader with ``pin_memory=True``: page-locked, right, and safe to copy while the next ones arrive."""
+    """A registered loader with ``pin_memory=True``.
+
+    Page-locked, right, and safe to copy while the next ones arrive.
+    """
     notebook.good(
-        "import taas\nfrom torch.utils.data import DataLoader, TensorDataset\n"
-        "numbers = TensorDataset(torch.arange(64.0).repeat_interleave(1 << 16).view(64, -1))\n"
-        "loader = DataLoader(numbers, batch_size=1, pin_memory=True)\ntaas.register(loader)"
+        block("""
+            import taas
+            from torch.utils.data import DataLoader, TensorDataset
+            numbers = TensorDataset(torch.arange(64.0).repeat_interleave(1 << 16).view(64, -1))
+            loader = DataLoader(numbers, batch_size=1, pin_memory=True)
+            taas.register(loader)
+        """)
     )
     ran = notebook.good(
-        "#pragma taas --gpus 1 --cpus 1\npinned, copies = [], []\nfor (x,) in loader:\n   "
-        " pinned.append(x.is_pinned())\n    copies.append(x.to('cuda', non_blocking=True))\n    del"
-        " x  # its memory may be had by the next ones, once it was copied\nprint(len(pinned),"
-        " all(pinned), [float(x[0, -1]) for x in copies] == [*map(float,"
-        " range(64))])\nprint(all(bool((x == x[0, 0]).all()) for x in copies))\ndel copies, pinned"
+        block("""
+            #pragma taas --gpus 1 --cpus 1
+            pinned, copies = [], []
+            for (x,) in loader:
+                pinned.append(x.is_pinned())
+                copies.append(x.to('cuda', non_blocking=True))
+                del x  # its memory may be had by the next ones, once it was copied
+            firsts = [float(x[0, -1]) for x in copies]
+            print(len(pinned), all(pinned), firsts == [*map(float, range(64))])
+            print(all(bool((x == x[0, 0]).all()) for x in copies))
+            del copies, pinned
+        """)
     )
     assert ran.own == "64 True True\nTrue\n"
     notebook.good("taas.unregister(loader)")
@@ -669,7 +816,10 @@ torch.save(model.state_dict(), "digits.pt")
 
 @pytest.mark.slow
 def test_a_training_cell_returns_the_trained_model(notebook: Notebook) -> None:
-    """DDP on NCCL with mixed precision: the loss falls, and the notebook's own model is the trained one."""
+    """DDP on NCCL with mixed precision.
+
+    The loss falls, and the notebook's own model is the trained one.
+    """
     notebook.good(DIGITS)
     ran = notebook.good(TRAINED)
     assert ran.own.startswith("epoch 0: ")
@@ -683,8 +833,11 @@ def test_a_training_cell_returns_the_trained_model(notebook: Notebook) -> None:
     )
     assert notebook.value("type(net) is Net, net is model") == "True True"
     notebook.good(
-        "model.eval()\nwith torch.no_grad():\n"
-        "    accuracy = (model(images).argmax(1) == labels).float().mean().item()"
+        block("""
+            model.eval()
+            with torch.no_grad():
+                accuracy = (model(images).argmax(1) == labels).float().mean().item()
+        """)
     )
     assert float(notebook.value("accuracy")) > 0.95
     saved = (
@@ -704,15 +857,17 @@ def test_data_parallel_of_one_rank_is_torchs_own(notebook: Notebook) -> None:
     """A DataParallel program on the GPU trains and comes back without its wrapper."""
     notebook.good(DIGITS)
     ran = notebook.good(
-        "#pragma taas --gpus auto\n"
-        "wrapped = nn.DataParallel(model).cuda()\n"
-        "sgd = torch.optim.SGD(wrapped.parameters(), 0.01)\n"
-        "for image, label in DataLoader(data, 100):\n"
-        "    loss = nn.functional.cross_entropy(wrapped(image.cuda()), label.cuda())\n"
-        "    sgd.zero_grad()\n"
-        "    loss.backward()\n"
-        "    sgd.step()\n"
-        "    losses.append(loss.item())\n"
+        block("""
+            #pragma taas --gpus auto
+            wrapped = nn.DataParallel(model).cuda()
+            sgd = torch.optim.SGD(wrapped.parameters(), 0.01)
+            for image, label in DataLoader(data, 100):
+                loss = nn.functional.cross_entropy(wrapped(image.cuda()), label.cuda())
+                sgd.zero_grad()
+                loss.backward()
+                sgd.step()
+                losses.append(loss.item())
+        """)
     )
     assert ran.stderr == ""
     assert (
@@ -723,14 +878,25 @@ def test_data_parallel_of_one_rank_is_torchs_own(notebook: Notebook) -> None:
 
 @pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
 def test_data_parallel_as_the_tutorial_has_it(notebook: Notebook) -> None:
-    """``cuda:0`` is each rank's own GPU, and no rank holds memory on another's. Not run on GPUs yet."""
+    """``cuda:0`` is each rank's own GPU, and no rank holds memory on another's.
+
+    Not run on GPUs yet.
+    """
     ran = notebook.good(
-        f"#pragma taas --gpus {len(GPUS)} --output all\nimport os\ndevice = torch.device('cuda:0'"
-        " if torch.cuda.is_available() else 'cpu')\nnet = nn.Linear(8, 4)\nif"
-        " torch.cuda.device_count() > 1:\n    net = nn.DataParallel(net)\nnet.to(device)\nfor step"
-        " in range(3):\n    net(torch.ones(16, 8).to(device)).sum().backward()\nused = [n for n in"
-        " range(torch.cuda.device_count()) if torch.cuda.memory_allocated(n)]\nprint('said',"
-        " os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'].split(',')[0], used)\n"
+        block(f"""
+            #pragma taas --gpus {len(GPUS)} --output all
+            import os
+            device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')
+            net = nn.Linear(8, 4)
+            if torch.cuda.device_count() > 1:
+                net = nn.DataParallel(net)
+            net.to(device)
+            for step in range(3):
+                net(torch.ones(16, 8).to(device)).sum().backward()
+            used = [n for n in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(n)]
+            first = os.environ['CUDA_VISIBLE_DEVICES'].split(',')[0]
+            print('said', os.environ['RANK'], first, used)
+        """)
     )
     said = sorted(re.findall(r"said (.*)", ran.stdout))
     assert said == sorted(f"{rank} {gpu} [0]" for rank, gpu in enumerate(GPUS))
@@ -743,10 +909,12 @@ def test_a_compiled_model_trains_and_leaves_no_compiler_behind(notebook: Noteboo
         "torch.manual_seed(0)\nplain, batch = nn.Linear(4, 4).cuda(), torch.randn(8, 4).cuda()"
     )
     notebook.good(
-        "#pragma taas --gpus 1\n"
-        "fast = torch.compile(lambda t: plain(t).sin().square().sum())\n"
-        "fast(batch).backward()\n"
-        "value = fast(batch).item()\n",
+        block("""
+            #pragma taas --gpus 1
+            fast = torch.compile(lambda t: plain(t).sin().square().sum())
+            fast(batch).backward()
+            value = fast(batch).item()
+        """),
         seconds=170,
     )
     expected = (
@@ -761,12 +929,20 @@ def test_a_compiled_model_trains_and_leaves_no_compiler_behind(notebook: Noteboo
 
 
 def test_a_gpu_in_use_is_refused_and_its_run_attached(notebook: Notebook) -> None:
-    """A second run on the same GPUs is refused in words; what the first one made there comes with ``attach``."""
+    """A second run on the same GPUs is refused in words.
+
+    What the first one made there comes with ``attach``.
+    """
     notebook.good("x = torch.zeros(2, device='cuda')\nkept = x")
     os.mkfifo(notebook.folder / "go")
     notebook.good(
-        "#pragma taas --gpus auto --background --name first\nimport os\n"
-        "if os.environ['RANK'] == '0': open('go').read()\nx += 1\nmade = x * 2"
+        block("""
+            #pragma taas --gpus auto --background --name first
+            import os
+            if os.environ['RANK'] == '0': open('go').read()
+            x += 1
+            made = x * 2
+        """)
     )
     ran = notebook.run("#pragma taas --gpus 1\npass")
     assert ran.ename == "NotEnoughDevices"
@@ -795,17 +971,20 @@ FAULTS = {
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "CellFailed"),
     "interrupt in Python": ("print('ready', flush=True)\ntime.sleep(600)", "KeyboardInterrupt"),
     "interrupt in kernels": (
-        (
-            "square = hog[:1 << 24].reshape(4096, 4096) / 4096\nprint('ready', flush=True)\n"
-            "while True: square = square @ square"
-        ),
+        block("""
+            square = hog[:1 << 24].reshape(4096, 4096) / 4096
+            print('ready', flush=True)
+            while True: square = square @ square
+        """),
         "KeyboardInterrupt",
     ),
     "interrupt in synchronize": (
-        (
-            "print('ready', flush=True)\n"
-            "while True:\n    torch.cuda._sleep(1 << 28)\n    torch.cuda.synchronize()"
-        ),
+        block("""
+            print('ready', flush=True)
+            while True:
+                torch.cuda._sleep(1 << 28)
+                torch.cuda.synchronize()
+        """),
         "KeyboardInterrupt",
     ),
 }
@@ -840,8 +1019,11 @@ def test_gpu_memory_is_free_after_a_fault(notebook: Notebook, fault: str) -> Non
 def test_out_of_memory_is_shown_on_the_cells_line(notebook: Notebook) -> None:
     """CUDA's own message, the line that asked, and a kernel that is as it was."""
     ran = notebook.run(
-        "#pragma taas --gpus 1\nsmall = torch.ones(3, device='cuda')\n"
-        "vast = torch.empty(1 << 45, dtype=torch.uint8, device='cuda')\n"
+        block("""
+            #pragma taas --gpus 1
+            small = torch.ones(3, device='cuda')
+            vast = torch.empty(1 << 45, dtype=torch.uint8, device='cuda')
+        """)
     )
     assert ran.ename == "CellFailed"
     assert "raised OutOfMemoryError: CUDA out of memory" in ran.evalue
@@ -853,10 +1035,12 @@ def test_out_of_memory_is_shown_on_the_cells_line(notebook: Notebook) -> None:
 def test_a_device_side_assert_is_shown_on_the_cells_line(notebook: Notebook) -> None:
     """It breaks the rank's CUDA context and no other; what the GPU printed is in the cell."""
     ran = notebook.run(
-        "#pragma taas --gpus 1\n"
-        "table = torch.zeros(4, device='cuda')\n"
-        "index = torch.tensor([9], device='cuda')\n"
-        "print(table[index].sum().item())\n"
+        block("""
+            #pragma taas --gpus 1
+            table = torch.zeros(4, device='cuda')
+            index = torch.tensor([9], device='cuda')
+            print(table[index].sum().item())
+        """)
     )
     assert ran.ename == "CellFailed"
     assert "device-side assert triggered" in ran.evalue
@@ -868,31 +1052,48 @@ def test_a_device_side_assert_is_shown_on_the_cells_line(notebook: Notebook) -> 
 
 
 def test_a_copy_that_is_under_way_is_waited_for(notebook: Notebook) -> None:
-    """Values that the GPU is still writing to pinned memory when the cell ends. Not run on a GPU yet."""
+    """Values that the GPU is still writing to pinned memory when the cell ends.
+
+    Not run on a GPU yet.
+    """
     notebook.good(
-        "#pragma taas --gpus 1\n"
-        "import torch\n"
-        "source = torch.ones(1 << 26, device='cuda')\n"
-        "for _ in range(100):\n"
-        "    source = source * 1.0\n"
-        "landed = source.to('cpu', non_blocking=True)\n"
-        "del source\n"
+        block("""
+            #pragma taas --gpus 1
+            import torch
+            source = torch.ones(1 << 26, device='cuda')
+            for _ in range(100):
+                source = source * 1.0
+            landed = source.to('cpu', non_blocking=True)
+            del source
+        """)
     )
     assert notebook.value("bool((landed == 1).all())") == "True"
 
 
 def test_an_error_after_the_last_line_is_the_cells(notebook: Notebook) -> None:
-    """A kernel that fails when the cell's last line has returned fails the run. Not run on a GPU yet."""
+    """A kernel that fails when the cell's last line has returned fails the run.
+
+    Not run on a GPU yet.
+    """
     ran = notebook.run(
-        "#pragma taas --gpus 1\nimport torch\ntable = torch.zeros(2, device='cuda')\n"
-        "torch.cuda.synchronize()\ntable[torch.full((1,), 9, device='cuda')] = 1.0\ndel table\n"
+        block("""
+            #pragma taas --gpus 1
+            import torch
+            table = torch.zeros(2, device='cuda')
+            torch.cuda.synchronize()
+            table[torch.full((1,), 9, device='cuda')] = 1.0
+            del table
+        """)
     )
     assert ran.ename == "CellFailed"
     assert "device-side assert" in ran.traceback
 
 
 def test_what_lives_on_the_gpu_and_cannot_travel_is_named(notebook: Notebook) -> None:
-    """A stream belongs to one process: the run stops before it starts, and says which name it is."""
+    """A stream belongs to one process.
+
+    The run stops before it starts, and says which name it is.
+    """
     notebook.good("stream = torch.cuda.Stream()")
     ran = notebook.run("#pragma taas --gpus 1\nwith torch.cuda.stream(stream): pass")
     assert ran.ename == "CaptureError"

@@ -1,4 +1,7 @@
-"""Which GPUs a run gets: those that no other notebook has, and whole ones; no GPU is needed for that."""
+"""Which GPUs a run gets: those that no other notebook has, and whole ones.
+
+No GPU is needed for that.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,11 @@ from taas.wire.ranks import Cell, Workspace
 supervisor = supervised(warm=False)
 payload = os.memfd_create("names")
 submit = Submit(
-    cell=Cell("", 1, RunSpec(ranks_per_vm=1, gpus_per_rank=1), "nocolor"), workspace=Workspace(os.getcwd(), dict(os.environ)),
-    payload=Memory(os.getpid(), payload, 0), gpus=tuple(Gpu(*gpu) for gpu in json.loads(sys.argv[1])), device="1 GPU",
+    cell=Cell("", 1, RunSpec(ranks_per_vm=1, gpus_per_rank=1), "nocolor"),
+    workspace=Workspace(os.getcwd(), dict(os.environ)),
+    payload=Memory(os.getpid(), payload, 0),
+    gpus=tuple(Gpu(*gpu) for gpu in json.loads(sys.argv[1])),
+    device="1 GPU",
 )
 print("ready", flush=True)
 sys.stdin.readline()
@@ -38,7 +44,8 @@ supervisor.say(submit)
 heard = []
 while not heard:
     heard = [*supervisor.hear(1000)]
-print(json.dumps(heard[0].record.gpus if hasattr(heard[0], "record") else heard[0].message), flush=True)
+answer = heard[0].record.gpus if hasattr(heard[0], "record") else heard[0].message
+print(json.dumps(answer), flush=True)
 sys.stdin.readline()
 """
 
@@ -52,7 +59,7 @@ BEGINNINGS = ["GPU-aaaa", "GPU-bbbb", "GPU-cccc"]
 
 @contextmanager
 def _kernel(folder: Path, names: Sequence[str] = NUMBERS) -> Iterator[subprocess.Popen[str]]:
-    """A process that submits a run on one GPU when it is told to, and ends when it is told again."""
+    """A process that submits a run on one GPU when told to, and ends when told again."""
     gpus = json.dumps([*zip(names, BUSES, strict=True)])
     command = [sys.executable, "-c", PROGRAM, gpus]
     with subprocess.Popen(
@@ -98,7 +105,10 @@ def test_each_gets_other_gpus(
 
 
 def _machine(root: Path, models: Sequence[str], usable: Sequence[int] | None = None) -> None:
-    """Make the files of a machine with these GPUs; a control group leaves the ``usable`` ones to this process."""
+    """Make the files of a machine with these GPUs.
+
+    A control group leaves the ``usable`` ones to this process.
+    """
     (root / "dev").mkdir()
     for node, (model, bus, uuid) in enumerate(zip(models, BUSES, UUIDS, strict=False)):
         if usable is None or node in usable:
@@ -130,10 +140,17 @@ ALIKE, MIXED = ["NVIDIA A100"] * 3, ["NVIDIA T4", "NVIDIA A100", "NVIDIA A100"]
     ],
 )  # fmt: skip
 def test_a_gpu_is_known_by_its_place_on_the_bus(
-    tmp_path: Path, models: list[str], usable: list[int] | None, environ: dict[str, str], names: list[str],
+    tmp_path: Path,
+    models: list[str],
+    usable: list[int] | None,
+    environ: dict[str, str],
+    names: list[str],
     devices: list[str],
-) -> None:  # fmt: skip
-    """Two jobs of one node, which both have GPU 0, have different ones; where only CUDA knows the order, the number stands."""
+) -> None:
+    """Two jobs of one node, which both have GPU 0, have different ones.
+
+    Where only CUDA knows the order, the number stands.
+    """
     _machine(tmp_path, models, usable)
     found = physical(names, environ, tmp_path)
     assert [gpu.name for gpu in found] == names
@@ -156,7 +173,7 @@ ANSWERS["a warning with a comma"] = [*ANSWERS["each"], "WARNING: GPU 0, infoROM,
 def test_gpus_that_sleep_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The driver shows no UUID of a GPU that was not used yet; ``nvidia-smi`` says it, among warnings."""
+    """The driver shows no UUID of an unused GPU; ``nvidia-smi`` says it, among warnings."""
     _machine(tmp_path, ALIKE)
     for shown in tmp_path.glob("proc/driver/nvidia/gpus/*/information"):
         shown.write_text(re.sub(r"GPU-\S+", "GPU-????????-????", shown.read_text()))
@@ -185,7 +202,10 @@ MIG = ["MIG-1111", "MIG-2222"]
 def test_several_ranks_on_parts_of_gpus_are_refused(
     tmp_path: Path, names: list[str], needed: int, parts: str
 ) -> None:
-    """CUDA shows a process one MIG instance: all ranks would sit on it. GPU 1 is divided, also where it goes by another name."""
+    """CUDA shows a process one MIG instance: all ranks would sit on it.
+
+    GPU 1 is divided, also where it goes by another name.
+    """
     _machine(tmp_path, ALIKE)
     (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/capabilities/gpu1/mig/gi3").mkdir(parents=True)
@@ -197,7 +217,10 @@ def test_several_ranks_on_parts_of_gpus_are_refused(
 
 
 def test_the_header_asks_for_parts_of_gpus() -> None:
-    """The run is refused before anything starts, with what to type; one of them is a rank's, and a rehearsal needs none."""
+    """The run is refused before anything starts, with what to type.
+
+    One of them is a rank's, and a rehearsal needs none.
+    """
     spec = RunSpec(ranks_per_vm=2, gpus_per_rank=1)
     with pytest.raises(
         NotEnoughDevices, match=r"MIG-1111, MIG-2222 are parts of GPUs \(MIG\).*--gpus 1"
@@ -210,7 +233,10 @@ def test_the_header_asks_for_parts_of_gpus() -> None:
 def test_the_doctor_says_that_cudas_own_device_file_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that was booted a moment ago: torch sees no GPU then, and the build of torch is not why."""
+    """On a machine that was booted a moment ago.
+
+    torch sees no GPU then, and the build of torch is not why.
+    """
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     _machine(tmp_path, ALIKE)
     found = doctor._gpus([], tmp_path)

@@ -1,4 +1,7 @@
-"""The agent's look at GPUs, with a library in the place of NVIDIA's, which needs its driver; on real ones: test_gpu.py."""
+"""The agent's look at GPUs, with a library in the place of NVIDIA's, which needs its driver.
+
+On real ones: test_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,11 @@ def __getattr__(name):
         goes_on.wait()
         if name in fails:
             raise NVMLError(name)
+        process = types.SimpleNamespace(pid=7, usedGpuMemory=2 << 30)
         return {
             "nvmlDeviceGetUtilizationRates": types.SimpleNamespace(gpu=40),
             "nvmlDeviceGetMemoryInfo": types.SimpleNamespace(used=9 << 30),
-            "nvmlDeviceGetComputeRunningProcesses": [types.SimpleNamespace(pid=7, usedGpuMemory=2 << 30)],
+            "nvmlDeviceGetComputeRunningProcesses": [process],
         }.get(name, arguments[0] if arguments else None)
     return function
 """
@@ -41,7 +45,10 @@ def __getattr__(name):
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The library in the place of NVIDIA's: it notes who asks, and waits or fails when it is told to."""
+    """The library in the place of NVIDIA's.
+
+    It notes who asks, and waits or fails when it is told to.
+    """
     (tmp_path / "pynvml.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
@@ -73,7 +80,10 @@ def test_a_thread_asks_and_shuts_the_library_down_with_the_last_rank(nvml: Any) 
 
 
 def test_a_gpu_is_asked_by_its_place_on_the_bus(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's number is another one than the library's: a number that stands for no known place is not asked."""
+    """CUDA's number is another one than the library's.
+
+    A number that stands for no known place is not asked.
+    """
     from taas.agent import gpu_watch
     from taas.wire.clients import Gpu
 
@@ -99,7 +109,10 @@ def test_a_gpu_is_asked_by_its_place_on_the_bus(nvml: Any, monkeypatch: pytest.M
     ],
 )
 def test_what_the_driver_does_not_say_is_not_known(nvml: Any, refused: str, found: GpuUse) -> None:
-    """No driver, a GPU that it does not know, a part of one: nothing of it ends the thread, or is made up."""
+    """No driver, a GPU that it does not know, a part of one.
+
+    Nothing of it ends the thread, or is made up.
+    """
     nvml.fails.add(refused)
     watch = GpuWatch([[UUID]], [7], {})
     assert _in_time(

@@ -1,4 +1,7 @@
-"""An object that was made and could not be filled ends in silence: its ``__del__`` would need what it lacks."""
+"""An object that was made and could not be filled ends in silence.
+
+Its ``__del__`` would need what it lacks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ class Part:
     def __init__(self, where): self.where = where
     def __reduce__(self): return (make_part, (self.where, os.getpid()))
 def make_part(where, pid):
-    if (where == "ranks") == ("RANK" in os.environ) and pid != os.getpid(): fails(f"not in the {where}")
+    if (where == "ranks") == ("RANK" in os.environ) and pid != os.getpid():
+        fails(f"not in the {where}")
     return Part(where)
 class Plain:
     def __init__(self, part): self.part, self.log = part, [1]
@@ -38,7 +42,7 @@ MADE = {
 def test_what_cannot_be_rebuilt_in_the_notebook_is_named_and_nothing_more(
     notebook: Notebook, made: str
 ) -> None:
-    """One line says which; no traceback of a ``__del__`` that somebody else's object would print."""
+    """One line says which, without the traceback of another object's ``__del__``."""
     notebook.good("%load_ext taas")
     notebook.good(CLASSES)
     ran = notebook.good(f"#pragma taas --gpus 2\nmade = {made}; n = 1")

@@ -1,4 +1,4 @@
-"""Runs that make no progress: the cell says which rank is the odd one, and goes on until its user decides."""
+"""Runs without progress: the cell says which rank is the odd one, and goes on until told to end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import block
 from notebook_harness import Notebook, Ran, terminal
 
 from taas.notebook import tables
@@ -18,12 +19,12 @@ from taas.runs.records import read_records
 pytestmark = pytest.mark.slow
 
 HEADER = "#pragma taas --gpus 3 --hang-timeout 2\n"
-GROUP = (
-    "import os, time, torch, torch.distributed as dist\n"
-    "dist.init_process_group('gloo')\n"
-    "rank = dist.get_rank()\n"
-    "print('ready', flush=True)\n"
-)
+GROUP = """\
+import os, time, torch, torch.distributed as dist
+dist.init_process_group('gloo')
+rank = dist.get_rank()
+print('ready', flush=True)
+"""
 
 
 def wait_for_trouble(notebook: Notebook, seconds: float = 150) -> dict[str, str]:
@@ -60,7 +61,10 @@ def stays(notebook: Notebook, said: str) -> None:
 
 
 def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
-    """Ranks that wait in a collective are folded; the one that has gone on to sleep is the odd one."""
+    """Ranks that wait in a collective are folded.
+
+    The one that has gone on to sleep is the odd one.
+    """
     notebook.start(
         HEADER
         + GROUP
@@ -80,7 +84,10 @@ def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
     reason="this torch keeps no record of gloo",
 )
 def test_a_collective_that_differs_is_named(notebook: Notebook) -> None:
-    """Where ranks wait in different ones: operation, types and shapes, and which of its group's it is."""
+    """Where ranks wait in different ones, each is named.
+
+    Operation, types and shapes, and which of its group's it is.
+    """
     notebook.start(
         HEADER + GROUP + "dist.all_reduce(torch.ones(2))\n"
         "if rank == 1: dist.broadcast(torch.ones(6, 2), 0)\nelse: dist.all_reduce(torch.ones(4))\n"
@@ -127,9 +134,14 @@ def test_a_stopped_rank_is_named(notebook: Notebook) -> None:
     notebook.start(
         HEADER
         + GROUP
-        + "dist.barrier()\nprint('together')\nwhile not os.path.exists('go'): print('waits',"
-        " flush=True); time.sleep(0.1)  # that is progress\nfor _ in range(3):"
-        " dist.all_reduce(torch.ones(1))\n"
+        + block("""
+            dist.barrier()
+            print('together')
+            while not os.path.exists('go'):  # that is progress
+                print('waits', flush=True)
+                time.sleep(0.1)
+            for _ in range(3): dist.all_reduce(torch.ones(1))
+        """)
     )
     notebook.wait_for("together")
     ranks = sorted(notebook.processes().ranks, key=lambda process: process.pid)
@@ -187,7 +199,10 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(
     ["dist.all_reduce(torch.ones(1))", "dist.barrier()", "dist.broadcast(torch.ones(1), 1)"],
 )
 def test_who_waited_for_the_failed_rank_has_not_failed(notebook: Notebook, waits: str) -> None:
-    """The others' collectives break off with it, or never end: the error says that they waited, and the line names the error."""
+    """The others' collectives break off with it, or never end.
+
+    The error says that they waited, and the line names the error.
+    """
     ran = notebook.run(
         f"#pragma taas --gpus 3\n{GROUP}dist.barrier()\n"
         f"if rank == 1:\n    time.sleep(0.5)\n    raise ValueError('boom')\n{waits}"

@@ -96,20 +96,26 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("cell", HEADERS)
 def test_header_is_found(cell: str) -> None:
-    """Blank lines and comments may stand above both lines; transfer returns, tabs and comments do no harm."""
+    """Blank lines and comments may stand above both lines.
+
+    Transfer returns, tabs and comments do no harm.
+    """
     instance, options = HEADERS[cell]
     assert find_header(cell) == HeaderText(instance=instance, options=options)
 
 
 @pytest.mark.parametrize("cell", ORDINARY)
 def test_ordinary_cell_has_no_header(cell: str) -> None:
-    """Shebangs, other pragmas, strings, cell magics and headers commented out are none of our business."""
+    """Shebangs, other pragmas, strings, cell magics and commented headers are not headers."""
     assert find_header(cell) is None
 
 
 @pytest.mark.parametrize("cell", PROBLEMS)
 def test_near_miss_is_told(cell: str) -> None:
-    """What was surely meant as a header is never silently a comment: its problem says what to type."""
+    """What was surely meant as a header is never silently a comment.
+
+    Its problem says what to type.
+    """
     found = find_header(cell)
     assert found is not None
     assert found.problem is not None
@@ -129,7 +135,10 @@ LINES = st.sampled_from(
 
 @given(st.lists(LINES | st.text(), max_size=8).map("\n".join))
 def test_any_cell_is_either_ordinary_or_headed(cell: str) -> None:
-    """Looking at it raises nothing and says at most one line; a right header stays the header above it."""
+    """Looking at it raises nothing and says at most one line.
+
+    A right header stays the header above it.
+    """
     found = find_header(cell)
     assert found is None or found.problem is None or len(found.problem.splitlines()) == 1
     above = find_header("#!g2.8\n#pragma taas --gpus 8\npass\n" + cell)

@@ -41,9 +41,27 @@ def options(text: str, **settings: Any) -> RunSpec:
 def test_option_list_is_frozen() -> None:
     """Options are the contract with every notebook written so far: none comes or goes unnoticed."""
     assert tuple(OPTIONS) == (
-        "gpus", "cpus", "units", "name", "background", "rehearse", "backend", "max-restarts", "hang-timeout",
-        "output", "return", "collect", "rank-writes", "shared", "prebuffer", "uneven", "keep", "post-mortem", "notify", "setup",
-    )  # fmt: skip
+        "gpus",
+        "cpus",
+        "units",
+        "name",
+        "background",
+        "rehearse",
+        "backend",
+        "max-restarts",
+        "hang-timeout",
+        "output",
+        "return",
+        "collect",
+        "rank-writes",
+        "shared",
+        "prebuffer",
+        "uneven",
+        "keep",
+        "post-mortem",
+        "notify",
+        "setup",
+    )
 
 
 def test_what_is_offered_is_what_is_there() -> None:
@@ -88,14 +106,28 @@ def test_seed_header() -> None:
 def test_every_option_arrives() -> None:
     """Each option sets the attribute of its name."""
     assert options(
-        "--cpus=8 --units train=20480,valid=400 --background --name=night-1 --rehearse --backend cpu:gloo,cuda:nccl "
-        "--max-restarts 3 --hang-timeout 1.5 --output 3,0-1 --return model,losses --collect loss,preds --rank-writes deny "
+        "--cpus=8 --units train=20480,valid=400 --background --name=night-1 --rehearse "
+        "--backend cpu:gloo,cuda:nccl --max-restarts 3 --hang-timeout 1.5 --output 3,0-1 "
+        "--return model,losses --collect loss,preds --rank-writes deny "
         "--shared 'a b' --shared c --prebuffer 0 --uneven pad"
     ) == RunSpec(
-        ranks_per_vm=4, data_vms=8, units={"train": 20480, "valid": 400}, name="night-1", background=True,
-        rehearse=True, backend="cpu:gloo,cuda:nccl", max_restarts=3, hang_timeout=1.5, output=(0, 1, 3),
-        returned=("model", "losses"), collect=("loss", "preds"), rank_writes="deny", shared=("a b", "c"), prebuffer=0, uneven="pad",
-    )  # fmt: skip
+        ranks_per_vm=4,
+        data_vms=8,
+        units={"train": 20480, "valid": 400},
+        name="night-1",
+        background=True,
+        rehearse=True,
+        backend="cpu:gloo,cuda:nccl",
+        max_restarts=3,
+        hang_timeout=1.5,
+        output=(0, 1, 3),
+        returned=("model", "losses"),
+        collect=("loss", "preds"),
+        rank_writes="deny",
+        shared=("a b", "c"),
+        prebuffer=0,
+        uneven="pad",
+    )
     assert options("--return none --output none --cpus 1 --units 7") == RunSpec(
         ranks_per_vm=4, returned=(), output="none", data_vms=1, units=7
     )
@@ -242,7 +274,10 @@ def test_delivery_needs_a_registered_loader(text: str) -> None:
 
 
 def test_names_expand_on_both_lines() -> None:
-    """``{name}`` and ``$name`` expand as on any magic line; a ``%%taas`` line was expanded by IPython already."""
+    """``{name}`` and ``$name`` expand as on any magic line.
+
+    A ``%%taas`` line was expanded by IPython already.
+    """
     shell = InteractiveShell(user_ns={"kind": "g2.8", "vms": 2, "label": "x"})
     header = find_header("#!{kind}\n#pragma taas --gpus {8 * vms} --name $label")
     assert header is not None

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone, there, until
 
 
 @pytest.fixture(autouse=True)
 def released(notebook: Notebook) -> Iterator[None]:
-    """End the kept ranks of each test, and not their forkserver with them, which takes 4 s to start."""
+    """End the kept ranks of each test, but not their forkserver, which takes 4 s to start."""
     yield
     if notebook.processes().ranks:
         notebook.run(f"{KEEP}import os\nos.kill(os.getpid(), 9)")
@@ -23,14 +24,15 @@ def released(notebook: Notebook) -> Iterator[None]:
 
 KEEP = "#pragma taas --gpus 2 --keep\n"
 GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-PIDS = (
-    "import os, torch.distributed as dist\npids = [None, None]\ndist.all_gather_object(pids,"
-    " os.getpid())\n"
-)
+PIDS = """\
+import os, torch.distributed as dist
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+"""
 
 
 def pids_of(notebook: Notebook) -> list[int]:
-    """Ask the ranks, by a collective of the group that an earlier cell made, for their process ids."""
+    """Ask the ranks for their process ids, by a collective of an earlier cell's group."""
     notebook.good(KEEP + PIDS)
     return [int(pid) for pid in notebook.value("*pids").split()]
 
@@ -48,19 +50,30 @@ def test_the_next_cell_runs_in_the_same_ranks(notebook: Notebook) -> None:
 
 
 def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
-    """The wrapper stays in the ranks; what it notes there of its own work is no change of anything here."""
+    """The wrapper stays in the ranks.
+
+    What it notes there of its own work is no change of anything here.
+    """
     notebook.good(
         "import torch\nnet = torch.nn.Linear(2, 1)\nclass Trainer: pass\ntrainer = Trainer()"
     )
     notebook.good(
-        KEEP + GROUP + "model = trainer.model = torch.nn.parallel.DistributedDataParallel(net)\n"
-        "opt = torch.optim.SGD(model.parameters(), lr=1.0)"
+        KEEP
+        + GROUP
+        + block("""
+            model = trainer.model = torch.nn.parallel.DistributedDataParallel(net)
+            opt = torch.optim.SGD(model.parameters(), lr=1.0)
+        """)
     )
     for _ in range(2):
         before = notebook.value("net.weight.tolist()")
         ran = notebook.good(
-            KEEP + "trainer.model(torch.ones(1,"
-            " 2)).sum().backward()\nopt.step()\nprint(type(model).__name__)"
+            KEEP
+            + block("""
+                trainer.model(torch.ones(1, 2)).sum().backward()
+                opt.step()
+                print(type(model).__name__)
+            """)
         )
         assert ran.stdout == "DistributedDataParallel\n"
         assert notebook.value("net.weight.tolist()") != before
@@ -70,11 +83,16 @@ def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
 
 
 def test_a_sharded_model_is_trained_on(notebook: Notebook) -> None:
-    """It stays in the ranks: that is one line, and another where the notebook's own takes its place there."""
+    """It stays in the ranks, with a line, and one more where the notebook's own replaces it."""
     notebook.good("import torch\nnet = torch.nn.Sequential(torch.nn.Linear(2, 2))")
     ran = notebook.good(
-        KEEP + GROUP + "from torch.distributed.fsdp import fully_shard\nfully_shard(net)\n"
-        "opt = torch.optim.SGD(net.parameters(), lr=1.0)"
+        KEEP
+        + GROUP
+        + block("""
+            from torch.distributed.fsdp import fully_shard
+            fully_shard(net)
+            opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        """)
     )
     said = re.findall(
         r"did not come back: (.*): rank 0 has only a shard of it. Gather it .*\n", ran.stdout
@@ -111,7 +129,7 @@ def test_an_error_leaves_ranks_names_and_a_group(notebook: Notebook, cell: str) 
 
 
 def test_a_group_made_anew_is_as_the_cell_wanted_it(notebook: Notebook) -> None:
-    """Its time-out and, on GPUs, the device that it is bound to are those of the call that made the first one."""
+    """Its time-out, and on GPUs its device, are those of the call that made the first one."""
     notebook.good(
         KEEP + "import datetime, torch, torch.distributed as dist\ndist.init_process_group('gloo',"
         " timeout=datetime.timedelta(seconds=77), device_id=torch.device('cuda', 0))"
@@ -120,8 +138,10 @@ def test_a_group_made_anew_is_as_the_cell_wanted_it(notebook: Notebook) -> None:
     assert "wrong" in ran.traceback
     ran = notebook.good(
         KEEP
-        + "options = getattr(dist.group.WORLD._get_backend(torch.device('cpu')), 'options', None)\n"
-        "print(options and options._timeout.seconds)"
+        + block("""
+            options = getattr(dist.group.WORLD._get_backend(torch.device('cpu')), 'options', None)
+            print(options and options._timeout.seconds)
+        """)
     )
     assert "made anew" in ran.stdout
     assert ran.own in ("77\n", "None\n")  # gloo has options since torch 2.9
@@ -224,8 +244,13 @@ def test_a_rank_that_dies_in_a_cell_takes_the_others_along(notebook: Notebook) -
     notebook.good(KEEP + GROUP + PIDS + "kept = 5")
     before = [int(pid) for pid in notebook.value("*pids").split()]
     ran = notebook.run(
-        KEEP + "import os, signal\nif dist.get_rank():\n    os.kill(os.getpid(),"
-        " signal.SIGKILL)\ndist.barrier()"
+        KEEP
+        + block("""
+            import os, signal
+            if dist.get_rank():
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+        """)
     )
     assert "its ranks are gone" in ran.stdout
     ran = notebook.good(KEEP + "print(kept, dist.is_initialized())")
@@ -258,8 +283,12 @@ def test_they_end_when_no_cell_comes(notebook: Notebook) -> None:
 def test_registered_loaders_deliver_to_them(notebook: Notebook) -> None:
     """Each cell has data workers of its own; one without has the loader itself."""
     notebook.good(
-        "import taas, torch\nfrom torch.utils.data import DataLoader\n"
-        "numbers = DataLoader(torch.arange(12), batch_size=2)\ntaas.register(numbers)"
+        block("""
+            import taas, torch
+            from torch.utils.data import DataLoader
+            numbers = DataLoader(torch.arange(12), batch_size=2)
+            taas.register(numbers)
+        """)
     )
     mine, all_of_it = (" --cpus 1", "[0, 4, 8]"), ("", "[0, 2, 4, 6, 8, 10]")
     for options, seen in (mine, mine, all_of_it, mine):
@@ -284,7 +313,10 @@ def test_another_shape_is_refused(notebook: Notebook) -> None:
 
 
 def test_arguments_of_a_rank_are_the_notebooks(notebook: Notebook) -> None:
-    """The kernel's own are none in ranks; what a cell makes of them comes back, without what launchers give a rank."""
+    """The kernel's own are none in ranks.
+
+    What a cell makes of them comes back, without what launchers give a rank.
+    """
     notebook.good("import sys; own = sys.argv[0]")
     first = notebook.good(KEEP + "print(sys.argv)  # --local_rank\nsys.argv[1:1] = ['--lr', '1']")
     assert first.own == "['<cell>', '--local_rank=0']\n"

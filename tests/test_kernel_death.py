@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone
 
 pytestmark = pytest.mark.slow
@@ -24,26 +25,32 @@ def book(tmp_path: Path) -> Iterator[Notebook]:
 
 
 def test_sigkill_of_the_kernel(book: Notebook) -> None:
-    """Nothing of a foreground run outlives its kernel, DataLoader workers and sessions of their own included.
+    """Nothing of a foreground run outlives its kernel, no DataLoader worker and no session.
 
     A child that C code has forked in the kernel lives on, with all that the kernel had open.
     """
     book.good("#pragma taas --gpus 1\npass")
     book.good(
-        "import ctypes\nlibc = ctypes.PyDLL(None)\nchild = libc.fork()\nwhile not child:"
-        " libc.pause()"
+        block("""
+            import ctypes
+            libc = ctypes.PyDLL(None)
+            child = libc.fork()
+            while not child: libc.pause()
+        """)
     )
     child = psutil.Process(int(book.value("child")))
     book.start(
-        "#pragma taas --gpus 2\n"
-        "import subprocess, time, torch, torch.distributed as dist\n"
-        "from torch.utils.data import DataLoader\n"
-        "subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        "batches = iter(DataLoader(torch.arange(1000), num_workers=2, persistent_workers=True))\n"
-        "next(batches)\n"
-        "dist.init_process_group('gloo'); dist.barrier()  # in both ranks\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(600)"
+        block("""
+            #pragma taas --gpus 2
+            import subprocess, time, torch, torch.distributed as dist
+            from torch.utils.data import DataLoader
+            subprocess.Popen(['sleep', '600'], start_new_session=True)
+            batches = iter(DataLoader(torch.arange(1000), num_workers=2, persistent_workers=True))
+            next(batches)
+            dist.init_process_group('gloo'); dist.barrier()  # in both ranks
+            print('ready', flush=True)
+            time.sleep(600)
+        """)
     )
     book.wait_for("ready")
     found = book.processes()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 from taas.engines.local import check_memory
@@ -59,10 +60,11 @@ def test_a_wrong_header_is_one_line(notebook: Notebook, header: str, word: str) 
 
 def test_a_shared_directory_that_is_made_is_said(notebook: Notebook) -> None:
     """One inside the project is made before the run, in a line; one that is there needs no word."""
-    cell = (
-        "#pragma taas --gpus 2 --shared deep/new.txt\nimport os\nopen('deep/new.txt/' +"
-        " os.environ['RANK'], 'w').close()"
-    )
+    cell = block("""
+        #pragma taas --gpus 2 --shared deep/new.txt
+        import os
+        open('deep/new.txt/' + os.environ['RANK'], 'w').close()
+    """)
     said = "taas: made the directory deep/new.txt, where every rank may write (--shared)\n"
     assert said in notebook.good(cell).stdout
     assert "made the directory" not in notebook.good(cell).stdout
@@ -79,7 +81,7 @@ def test_a_shared_directory_that_is_made_is_said(notebook: Notebook) -> None:
     ],
 )
 def test_a_line_without_a_cell_is_an_error(notebook: Notebook, cell: str, said: str) -> None:
-    """A header alone starts no empty run, and options of a cell after ``%taas`` say where they belong."""
+    """A header alone starts no run; a cell's options after ``%taas`` say where they belong."""
     ran = notebook.run(cell)
     assert ran.status == "error"
     assert said in ran.stderr
@@ -129,10 +131,10 @@ def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> N
 
 def test_the_environment_of_a_rank_is_torchruns(notebook: Notebook) -> None:
     """Every variable that torchrun sets is set, with torchrun's meaning."""
-    body = (
-        "import json, os\nprint(json.dumps({name: os.environ.get(name) for name in"
-        f" {TORCHRUN.split()!r}}}))"
-    )
+    body = block(f"""
+        import json, os
+        print(json.dumps({{name: os.environ.get(name) for name in {TORCHRUN.split()!r}}}))
+    """)
     found = json.loads(notebook.good("#pragma taas --gpus 2\n" + body).own)
     assert None not in found.values()
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")
@@ -142,12 +144,19 @@ def test_the_environment_of_a_rank_is_torchruns(notebook: Notebook) -> None:
 def test_several_vms_are_several_agents(notebook: Notebook) -> None:
     """16 GPUs of g2.8 are two VMs: ranks know their VM, and all meet in one group."""
     ran = notebook.good(
-        "#!g2.8\n#pragma taas --gpus 16\nimport os, torch, torch.distributed as"
-        " dist\ndist.init_process_group('nccl')\ntotal = torch.ones(1,"
-        " device='cuda')\ndist.all_reduce(total)\nplaces = [None] *"
-        " 16\ndist.all_gather_object(places, (int(os.environ['GROUP_RANK']),"
-        " int(os.environ['LOCAL_RANK']), torch.cuda.device_count()))\nprint(total.item(),"
-        " sorted(places) == [(vm, local, 8) for vm in range(2) for local in range(8)])",
+        block("""
+            #!g2.8
+            #pragma taas --gpus 16
+            import os, torch, torch.distributed as dist
+            dist.init_process_group('nccl')
+            total = torch.ones(1, device='cuda')
+            dist.all_reduce(total)
+            places = [None] * 16
+            mine = int(os.environ['GROUP_RANK']), int(os.environ['LOCAL_RANK'])
+            dist.all_gather_object(places, (*mine, torch.cuda.device_count()))
+            expected = [(vm, local, 8) for vm in range(2) for local in range(8)]
+            print(total.item(), sorted(places) == expected)
+        """),
         seconds=170,
     )
     assert ran.own == "16.0 True\n"
@@ -178,11 +187,16 @@ def test_the_cell_magic_is_the_same_thing(notebook: Notebook) -> None:
 def test_names_come_back_in_place(notebook: Notebook) -> None:
     """After the run the notebook is as if rank 0 had run the cell here."""
     notebook.good(
-        "import torch\nfrom torch import nn\nnet = nn.Linear(2, 1)\nopt ="
-        " torch.optim.SGD(net.parameters(), lr=.1)\nlosses = []; alias = losses; before ="
-        " net.weight.clone(); where = id(net.weight)\ndef step():\n    opt.zero_grad(); loss ="
-        " net(torch.ones(4, 2)).square().mean()\n    loss.backward(); opt.step();"
-        " losses.append(loss.item())"
+        block("""
+            import torch
+            from torch import nn
+            net = nn.Linear(2, 1)
+            opt = torch.optim.SGD(net.parameters(), lr=.1)
+            losses = []; alias = losses; before = net.weight.clone(); where = id(net.weight)
+            def step():
+                opt.zero_grad(); loss = net(torch.ones(4, 2)).square().mean()
+                loss.backward(); opt.step(); losses.append(loss.item())
+        """)
     )
     notebook.good("#pragma taas --gpus 2\nfor _ in range(3): step()\nbest = min(losses)")
     assert notebook.value("len(alias), best == alias[-1], id(net.weight) == where") == "3 True True"
@@ -190,13 +204,20 @@ def test_names_come_back_in_place(notebook: Notebook) -> None:
 
 
 def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
-    """Copies, of the notebook's own classes; what does not come is None, and named, in one line for all that have that reason."""
+    """Copies, of the notebook's own classes.
+
+    What does not come is None, and named, in one line for all that have that reason.
+    """
     notebook.good("import taas, torch\nclass Best:\n    pass")
     ran = notebook.good(
-        "#pragma taas --gpus 3 --collect loss,best,odd,gone --return none\nimport os\nrank ="
-        " int(os.environ['RANK'])\nloss = (torch.ones(1000, requires_grad=True) *"
-        " rank).cuda()[:2]\nbest = Best(); best.of = [rank]\nodd = print if rank == 1 else lambda:"
-        " None"
+        block("""
+            #pragma taas --gpus 3 --collect loss,best,odd,gone --return none
+            import os
+            rank = int(os.environ['RANK'])
+            loss = (torch.ones(1000, requires_grad=True) * rank).cuda()[:2]
+            best = Best(); best.of = [rank]
+            odd = print if rank == 1 else lambda: None
+        """)
     )
     said = [line.partition(": ")[2].partition(" was")[0] for line in ran.stdout.splitlines()]
     assert sorted(said) == ["'gone' of ranks 0–2", "'odd' of ranks 0, 2"]
@@ -208,8 +229,12 @@ def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
     )
     assert notebook.value("taas.collected['odd']") == str([None, print, None])
     notebook.run(
-        "#pragma taas --gpus 2 --collect loss\nimport os\nloss = os.environ['RANK']\nif loss =="
-        " '1': 1 / 0"
+        block("""
+            #pragma taas --gpus 2 --collect loss
+            import os
+            loss = os.environ['RANK']
+            if loss == '1': 1 / 0
+        """)
     )
     assert notebook.value("taas.collected['loss'][1]") == "1"  # as it stood
 
@@ -223,7 +248,10 @@ def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
     ],
 )
 def test_importing_is_light(module: str, heavy: tuple[str, ...]) -> None:
-    """``import taas`` costs nothing; an agent that waits, and the coordinator, have none of the ranks' libraries."""
+    """``import taas`` costs nothing.
+
+    An agent that waits, and the coordinator, have none of the ranks' libraries.
+    """
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -246,8 +274,11 @@ def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
 def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
     """Names that cannot be pickled stay behind with their reasons; the others come."""
     ran = notebook.good(
-        "#pragma taas --gpus 1\nimport threading\nlock, deep, fine = threading.Lock(),"
-        " [threading.Lock()], 3"
+        block("""
+            #pragma taas --gpus 1
+            import threading
+            lock, deep, fine = threading.Lock(), [threading.Lock()], 3
+        """)
     )
     assert re.fullmatch(
         r"taas: did not come back: lock: lock is a _thread.lock, .*; deep: deep\[0\] is a .*\n",
@@ -257,15 +288,22 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
 
 
 def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Notebook) -> None:
-    """Threads and executors finish, names are as they left them, and what was written to files is in them."""
+    """Threads and executors finish; their names come back, and their files are whole."""
     notebook.good(
-        "#pragma taas --gpus 2\nimport concurrent.futures, sys, threading, weakref\ngo, saved ="
-        " threading.Event(), []\nclass Gone: pass\nsys.held = weakref.proxy(Gone())\ndef"
-        " save(name):\n    go.wait()\n    saved.append(open(name,"
-        " 'w').write('saved'))\nthreading.Thread(target=save, args=('a.txt',)).start()\npool ="
-        " concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')\nlog ="
-        " open('log.csv', 'w'); print('one', file=log)\nimport atexit;"
-        " threading._register_atexit(go.set)"
+        block("""
+            #pragma taas --gpus 2
+            import concurrent.futures, sys, threading, weakref
+            go, saved = threading.Event(), []
+            class Gone: pass
+            sys.held = weakref.proxy(Gone())
+            def save(name):
+                go.wait()
+                saved.append(open(name, 'w').write('saved'))
+            threading.Thread(target=save, args=('a.txt',)).start()
+            pool = concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')
+            log = open('log.csv', 'w'); print('one', file=log)
+            import atexit; threading._register_atexit(go.set)
+        """)
     )
     assert (
         notebook.value("saved, [open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]")
@@ -286,13 +324,20 @@ def test_loaders_whose_workers_persist(notebook: Notebook) -> None:
     # without taas (Python 3.14).
     notebook.good("import multiprocessing\nmultiprocessing.set_start_method('fork', force=True)")
     notebook.good(
-        "import torch\nfrom torch.utils.data import DataLoader\nworkers = dict(num_workers=1,"
-        " persistent_workers=True)\nhere = same = DataLoader(torch.arange(3), **workers)\nfirst ="
-        " next(iter(here))"
+        block("""
+            import torch
+            from torch.utils.data import DataLoader
+            workers = dict(num_workers=1, persistent_workers=True)
+            here = same = DataLoader(torch.arange(3), **workers)
+            first = next(iter(here))
+        """)
     )
     ran = notebook.good(
-        "#pragma taas --gpus 2\nseen = [*map(int, here)]; here.note = 1\n"
-        "there = DataLoader(torch.arange(2), **workers); seen += map(int, there)"
+        block("""
+            #pragma taas --gpus 2
+            seen = [*map(int, here)]; here.note = 1
+            there = DataLoader(torch.arange(2), **workers); seen += map(int, there)
+        """)
     )
     assert "did not come back" not in ran.stdout
     assert (
@@ -312,7 +357,10 @@ def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> Non
 
 
 def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) -> None:
-    """Ranks run the file, the notebook what it imported: one line says so, in cells that use it, until it is reloaded."""
+    """Ranks run the file, the notebook what it imported.
+
+    One line says so, in cells that use it, until it is reloaded.
+    """
     file, said = notebook.folder / "recipe.py", "recipe: edited since this notebook imported it"
     file.write_text("def rate(): return 1\n")
     notebook.good("import importlib, os, recipe\nfrom recipe import rate")
@@ -328,7 +376,10 @@ def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) 
 
 
 def test_modules_of_the_project_called_like_pythons(tmp_path: Path) -> None:
-    """taas' own processes do not take them for those; as in the notebook, what is there already is used."""
+    """taas' own processes do not take them for those.
+
+    As in the notebook, what is there already is used.
+    """
     book = Notebook(tmp_path)
     try:
         book.good("%load_ext taas")
@@ -341,7 +392,7 @@ def test_modules_of_the_project_called_like_pythons(tmp_path: Path) -> None:
 
 
 def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None:
-    """A plain import activates the header, twice is harmless, and ``%unload_ext`` leaves an ordinary comment."""
+    """A plain import activates the header, also twice; ``%unload_ext`` makes it a comment."""
     notebook.good("import taas\n%reload_ext taas")
     notebook.good("%unload_ext taas")
     assert (
@@ -375,7 +426,7 @@ dist.destroy_process_group()
 def test_the_headers_backend_is_used(
     notebook: Notebook, options: str, asked: str, told: str
 ) -> None:
-    """Whatever the cell asks for; NCCL is rehearsed, and the program is told what it would be told on GPUs."""
+    """Whatever the cell asks for: NCCL is rehearsed, and answers as it would on GPUs."""
     notebook.good(f"#pragma taas --gpus 2 {options}{BACKEND.format(asked=asked)}")
     assert notebook.value("backend, total.item()") == f"{told} 2.0"
 

@@ -1,17 +1,21 @@
-"""A launcher that a rehearsed cell starts as a command is refused in a line that says what to type; other commands run."""
+"""A launcher that a rehearsed cell starts as a command is refused in a line that says what to type.
+
+Other commands run.
+"""
 
 from __future__ import annotations
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 REFUSED = {
     "torchrun with an exclamation mark": ("!torchrun --nproc-per-node 2 train.py", "torchrun", 2),
     "accelerate, by subprocess": (
-        (
-            "import subprocess; subprocess.run(['accelerate', 'launch', '--num_processes=3',"
-            " 'train.py'])"
-        ),
+        block("""
+            import subprocess
+            subprocess.run(['accelerate', 'launch', '--num_processes=3', 'train.py'])
+        """),
         "accelerate launch",
         3,
     ),
@@ -21,10 +25,10 @@ REFUSED = {
         4,
     ),
     "a module of torch, by this Python": (
-        (
-            "import subprocess, sys; subprocess.check_call([sys.executable, '-m',"
-            " 'torch.distributed.run', 'train.py'])"
-        ),
+        block("""
+            import subprocess, sys
+            subprocess.check_call([sys.executable, '-m', 'torch.distributed.run', 'train.py'])
+        """),
         "-m torch.distributed.run",
         2,
     ),
@@ -52,7 +56,8 @@ def test_other_commands_run(notebook: Notebook) -> None:
     ran = notebook.good("""#pragma taas --gpus 2
 import os, subprocess, sys
 !echo torchrun train.py
-said = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True).stdout[:6]
+asks = [sys.executable, "-m", "torch.distributed.run", "--help"]
+said = subprocess.run(asks, capture_output=True, text=True).stdout[:6]
 status = os.system("echo 'mpirun; deepspeed' > note.txt")""")
     assert "torchrun train.py" in ran.stdout
     assert notebook.value("said.split(':')[0], status") == "usage 0"

@@ -1,8 +1,12 @@
-"""Modules that import themselves at their first use: whoever only looks around in sys.modules must not set that off."""
+"""Modules that import themselves at their first use.
+
+Whoever only looks around in sys.modules must not set that off.
+"""
 
 from __future__ import annotations
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 SPEECHBRAIN = """
@@ -49,12 +53,15 @@ ROWS = {
 def test_a_lazy_module_does_not_notice_a_headed_cell(
     notebook: Notebook, name: str, made: str, still: str
 ) -> None:
-    """The cell runs, its function without a module travels, and the module waits for its first use as before."""
+    """The cell runs, its function without a module travels, and the module still waits."""
     notebook.good("%load_ext taas")
     notebook.good(made.replace("NAME", name))
     notebook.good(
-        "import functools\nseen = []; add = seen.append\ntable = {'join': ''.join, 'f': lambda x: x"
-        " + 1}"
+        block("""
+            import functools
+            seen = []; add = seen.append
+            table = {'join': ''.join, 'f': lambda x: x + 1}
+        """)
     )
     ran = notebook.good(
         "#pragma taas --gpus 2\nadd(table['f'](1)); table['join'](['a']); n = len(seen)"
@@ -66,13 +73,20 @@ def test_a_lazy_module_does_not_notice_a_headed_cell(
 
 
 def test_a_lazy_module_that_the_cell_names_is_imported_in_the_ranks(notebook: Notebook) -> None:
-    """A name that is bound to one travels by its name; where it cannot be imported, its first use in a rank says so."""
+    """A name that is bound to one travels by its name.
+
+    Where it cannot be imported, its first use in a rank says so.
+    """
     notebook.good("%load_ext taas")
     notebook.good(LAZY_LOADER.replace("NAME", "heavy"))
     notebook.good(SPEECHBRAIN.replace("NAME", "k2_fsa"))
     ran = notebook.good(
-        "#pragma taas --gpus 2\nfound = heavy.data\n"
-        "try: k2_fsa.Graph\nexcept ImportError as error: why = str(error)"
+        block("""
+            #pragma taas --gpus 2
+            found = heavy.data
+            try: k2_fsa.Graph
+            except ImportError as error: why = str(error)
+        """)
     )
     assert "did not come back" not in ran.stdout
     assert notebook.value("found") == "[1]"

@@ -1,4 +1,7 @@
-"""What is free in a container with a memory limit: real control groups of version 1, and version 2's files."""
+"""What is free in a container with a memory limit.
+
+Real control groups of version 1, and version 2's files.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone
 from privileges import needs_mounts
 
@@ -29,9 +33,14 @@ from taas.errors import CaptureError, EngineError
 from taas.memory_limits import memory_left
 def ask():
     refused = []
-    for check, most in ((lambda: check_room({"x": 300 << 20}), CaptureError), (lambda: check_memory(12), EngineError)):
-        try: check()
-        except most as error: refused.append(str(error))
+    try:
+        check_room({"x": 300 << 20})
+    except CaptureError as error:
+        refused.append(str(error))
+    try:
+        check_memory(12)
+    except EngineError as error:
+        refused.append(str(error))
     said.append((*memory_left(), memory_left().is_scarce, refused))
 said = []
 ask()
@@ -109,7 +118,10 @@ def _asked(prepare: str, folder: Path | str) -> list[list[object]]:
 def test_what_can_be_reclaimed_of_a_group_is_free(
     group: Path, tmp_path: Path, seen_as: str
 ) -> None:
-    """A data set that was read takes nothing away, shared memory does: from names, from ranks, and from spares."""
+    """A data set that was read takes nothing away, shared memory does.
+
+    That holds for names, ranks and spares.
+    """
     prepare = f"echo $$ > {group}/cgroup.procs"
     if "root" in seen_as:
         prepare += f"; mount --bind {group} {_GROUPS}"
@@ -138,7 +150,10 @@ VERSION_2: dict[str, tuple[int | str, int, int | None, int | None]] = {
 @needs_mounts
 @pytest.mark.parametrize("case", VERSION_2)
 def test_a_limit_of_version_2(tmp_path: Path, case: str) -> None:
-    """As a container sees it, which is the root of the hierarchy to itself; sizes are in MB, None: the machine's."""
+    """As a container sees it, which is the root of the hierarchy to itself.
+
+    Sizes are in MB, None: the machine's.
+    """
     limit, used, files, expected = VERSION_2[case]
     (tmp_path / "memory.max").write_text(f"{limit if isinstance(limit, str) else limit * _MB}\n")
     (tmp_path / "memory.current").write_text(f"{used * _MB}\n")
@@ -189,8 +204,11 @@ def test_spares_go_when_memory_of_the_group_becomes_scarce(limited: Notebook, gr
     inside = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
     assert {spare.pid for spare in spares} <= inside
     limited.good(
-        "import os\nfrom taas.memory_limits import memory_left\nshared ="
-        " os.memfd_create('shared')\nos.posix_fallocate(shared, 0, memory_left().free - (300 <<"
-        " 20))"
+        block("""
+            import os
+            from taas.memory_limits import memory_left
+            shared = os.memfd_create('shared')
+            os.posix_fallocate(shared, 0, memory_left().free - (300 << 20))
+        """)
     )
     assert gone(spares)

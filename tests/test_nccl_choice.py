@@ -1,4 +1,7 @@
-"""Which of torch's NCCL backends a rank gets; no GPU is needed, since torch chooses it before it asks for one."""
+"""Which of torch's NCCL backends a rank gets.
+
+No GPU is needed, since torch chooses it before it asks for one.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,24 @@ pytestmark = pytest.mark.skipif(
 CREATOR = "torch.distributed.Backend._plugins['NCCL'].creator_fn.__name__"
 CELLS = {
     "in a rank": f"print({CREATOR})",
-    "in a process that a rank forks": (
-        f"import os\nif (child := os.fork()) == 0:\n    print({CREATOR}, flush=True)\n   "
-        " os._exit(0)\nos.waitpid(child, 0)"
-    ),
-    "in a process that a rank starts afresh": (
-        "import torch.multiprocessing as mp\nwith mp.get_context('forkserver').Pool(1) as pool:\n "
-        "   print(pool.apply(eval, [\"__import__('torch.distributed') and"
-        f" __import__('torch').{CREATOR[6:]}\"]))"
-    ),
-    "after the program has made and destroyed a group": (
-        f"torch.distributed.init_process_group('gloo')\ntorch.distributed.destroy_process_group()\nprint({CREATOR})"
-    ),
+    "in a process that a rank forks": f"""
+import os
+if (child := os.fork()) == 0:
+    print({CREATOR}, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+""",
+    "in a process that a rank starts afresh": f"""
+import torch.multiprocessing as mp
+creator = "__import__('torch.distributed') and __import__('torch').{CREATOR[6:]}"
+with mp.get_context("forkserver").Pool(1) as pool:
+    print(pool.apply(eval, [creator]))
+""",
+    "after the program has made and destroyed a group": f"""
+torch.distributed.init_process_group("gloo")
+torch.distributed.destroy_process_group()
+print({CREATOR})
+""",
 }
 
 
@@ -36,7 +45,10 @@ def test_nccl_is_the_backend_that_can_be_aborted(notebook: Notebook, cell: str) 
 
 
 def test_the_notebook_chooses_the_other_one(notebook: Notebook) -> None:
-    """Who asks for NCCL2 by torch's variable has it; who does not finds no such variable in the ranks."""
+    """Who asks for NCCL2 by torch's variable has it.
+
+    Who does not finds no such variable in the ranks.
+    """
     asked = "import os, torch\nprint(os.environ.get('TORCH_DIST_USE_NCCL2'), " + CREATOR + ")"
     ran = notebook.good(f"#pragma taas --gpus 2\n{asked}")
     assert ran.own == "None _create_nccl_process_group\n"

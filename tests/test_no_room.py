@@ -1,4 +1,7 @@
-"""A machine without room for what a run needs: the cell says where and what to do, and nothing is started."""
+"""A machine without room for what a run needs.
+
+The cell says where and what to do, and nothing is started.
+"""
 
 from __future__ import annotations
 

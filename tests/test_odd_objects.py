@@ -1,4 +1,4 @@
-"""Objects that are legal and odd, or that nobody needs any more: a headed cell takes them as a plain one does."""
+"""Objects that are odd, or no longer needed: a headed cell takes them as a plain one does."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Hall(list, metaclass=Registry):
 
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_object_travels_as_any_other(name: str, notebook: Notebook) -> None:
-    """What its class does with names that it does not know costs nobody anything, now or in the next cell."""
+    """What its class does with unknown names harms nothing, now or in the next cell."""
     rooms = notebook.folder / "rooms.py"
     if not rooms.exists():
         rooms.write_text(ROOMS)
@@ -153,7 +153,10 @@ def test_what_nobody_holds_is_freed(name: str, notebook: Notebook) -> None:
 
 
 def test_an_attribute_that_stayed_and_is_plain_now_travels(notebook: Notebook) -> None:
-    """Kept ranks hold an object on, cell after cell, whatever stays with the notebook of it; what it becomes arrives."""
+    """Kept ranks hold an object on, cell after cell.
+
+    Whatever stays with the notebook of it; what it becomes arrives.
+    """
     head = "#pragma taas --gpus 2 --keep\n"
     notebook.good("""%load_ext taas
 import torch.distributed as dist
@@ -174,7 +177,10 @@ engine.own = iter(DataLoader(range(4), num_workers=1))""")
 
 
 def test_an_object_whose_class_cannot_say_what_is_in_it_is_the_ranks(notebook: Notebook) -> None:
-    """As a run of wandb: what its class makes of it elsewhere it cannot describe. Kept ranks go on with theirs; one line says so."""
+    """As a run of wandb: what its class makes of it elsewhere it cannot describe.
+
+    Kept ranks go on with theirs; one line says so.
+    """
     head = "#pragma taas --gpus 2 --keep\n"
     notebook.good("""%load_ext taas
 class Run:

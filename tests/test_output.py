@@ -1,10 +1,14 @@
-"""What rank 0 prints and displays appears in the launching cell: whole, in order, whatever it is."""
+"""What rank 0 prints and displays appears in the launching cell.
+
+Whole, in order, whatever it is.
+"""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook, Ran
 
 from taas.notebook.cell_output import TerminalOutput
@@ -31,19 +35,23 @@ PRINTED = {
     ),
     "the bytes of one character may come in two writes": (
         HEAD,
-        (
-            "import sys\nfor b in '\u00e9\\n'.encode():\n    sys.stdout.buffer.write(bytes([b]));"
-            " sys.stdout.flush()"
-        ),
+        block(r"""
+            import sys
+            for b in 'é\n'.encode():
+                sys.stdout.buffer.write(bytes([b])); sys.stdout.flush()
+        """),
         "\u00e9\n",
     ),
     "C, a child and Python stand in the order they were made": (
         HEAD,
-        (
-            "import ctypes, subprocess\n"
-            "print('python 1')\nctypes.CDLL(None).printf(b'C 2\\n')\nprint('python 3')\n"
-            "subprocess.run(['echo', 'child 4'])\nprint('python 5')"
-        ),
+        block(r"""
+            import ctypes, subprocess
+            print('python 1')
+            ctypes.CDLL(None).printf(b'C 2\n')
+            print('python 3')
+            subprocess.run(['echo', 'child 4'])
+            print('python 5')
+        """),
         "python 1\nC 2\npython 3\nchild 4\npython 5\n",
     ),
     "all lines arrive, in order, while another rank is quiet": (
@@ -74,8 +82,15 @@ def test_output_after_a_fork(notebook: Notebook) -> None:
     """A forked child's lines appear once, the parent's once."""
     text = printed(
         notebook,
-        "import os\nprint('before', end=' ')\nif os.fork() == 0:\n    print('child')\n   "
-        " os._exit(0)\nos.wait()\nprint('parent')",
+        block("""
+            import os
+            print('before', end=' ')
+            if os.fork() == 0:
+                print('child')
+                os._exit(0)
+            os.wait()
+            print('parent')
+        """),
     )
     assert sorted(text.split()) == ["before", "child", "parent"]
 
@@ -91,7 +106,10 @@ def test_stderr_is_stderr(notebook: Notebook) -> None:
 
 
 def _kinds(ran: Ran) -> str:
-    """What a cell has shown, in its order: a letter for each message or, of consecutive text, for all of it."""
+    """What a cell has shown, in its order.
+
+    A letter for each message or, of consecutive text, for all of it.
+    """
     shown = [
         text if kind == "stdout" else kind[:1].upper()
         for kind, text in ran.shown
@@ -109,13 +127,24 @@ def _of_taas(content: object) -> bool:
 def test_the_first_text_comes_at_once_and_the_rest_before_the_cell_goes_on_to_something_else(
     notebook: Notebook,
 ) -> None:
-    """Text waits for more only among text: displays, updates, cleared outputs and results come after what was printed before."""
+    """Text waits for more only among text.
+
+    Displays, updates, cleared outputs and results come after what was printed before.
+    """
     ran = notebook.good(
         HEAD
-        + "from IPython.display import clear_output\nfor i in range(3):\n    print('a', i)\n   "
-        " print('b', i)\n    h = display(i,"
-        " display_id=f'd{i}')\nprint('c')\nh.update('e')\nprint('f')\nclear_output(wait=True)\nprint('g\\rh',"
-        " end='')\n'value'"
+        + r"""
+from IPython.display import clear_output
+for i in range(3):
+    print('a', i)
+    print('b', i)
+    h = display(i, display_id=f'd{i}')
+print('c')
+h.update('e')
+print('f')
+clear_output(wait=True)
+print('g\rh', end='')
+'value'"""
     )
     text = "a 0\nb 0\nDa 1\nb 1\nDa 2\nb 2\nDc\nUf\nCg\rhR"
     assert _kinds(ran) == text
@@ -123,10 +152,11 @@ def test_the_first_text_comes_at_once_and_the_rest_before_the_cell_goes_on_to_so
 
 def test_a_question_comes_after_what_was_printed_before(notebook: Notebook) -> None:
     """Also where that came within a moment after other text."""
-    body = (
-        "for i in range(50): print('line', i)\nprint('all read'); x = input('go on?"
-        " ')\nprint('got', x)"
-    )
+    body = block("""
+        for i in range(50): print('line', i)
+        print('all read'); x = input('go on? ')
+        print('got', x)
+    """)
     notebook.start(HEAD + body, keyboard=True)
     assert notebook.asked() == "go on? "
     assert "all read" in notebook.wait_for("all read").own
@@ -145,8 +175,13 @@ def test_the_last_expression_is_the_cells_result(notebook: Notebook) -> None:
 def test_display_and_its_updates(notebook: Notebook) -> None:
     """Rich output arrives with all its forms; an update changes the display it belongs to."""
     ran = notebook.good(
-        HEAD + "from IPython.display import HTML\nhandle = display(HTML('<b>first</b>'),"
-        " display_id='mine')\nprint('between')\nhandle.update(HTML('<b>second</b>'))"
+        HEAD
+        + block("""
+            from IPython.display import HTML
+            handle = display(HTML('<b>first</b>'), display_id='mine')
+            print('between')
+            handle.update(HTML('<b>second</b>'))
+        """)
     )
     assert [
         content["data"]["text/html"] for content in ran.displays if "text/html" in content["data"]
@@ -229,7 +264,10 @@ def on_screen(text: str) -> list[str]:
 def test_every_line_of_several_ranks_has_its_rank(
     capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    """Rank 0's, too, and bars, which are written over: none is lost, and none stands behind another rank's number."""
+    """Rank 0's, too, and bars, which are written over.
+
+    None is lost, and none stands behind another rank's number.
+    """
     first, second, shown = BARS[what]
     screen = TerminalOutput(None)
     for pair in itertools.zip_longest(first, second):
@@ -250,10 +288,13 @@ def test_every_line_of_several_ranks_has_its_rank(
         ("files = !echo captured\nprint(files)", "['captured']"),
         ("%env TAAS_PROBE=1\n%env TAAS_PROBE", "env: TAAS_PROBE=1"),
         (
-            (
-                "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return"
-                " 'awaited'\nprint(await f())"
-            ),
+            block("""
+                import asyncio
+                async def f():
+                    await asyncio.sleep(0)
+                    return 'awaited'
+                print(await f())
+            """),
             "awaited",
         ),
         ("print(__name__, __import__('sys').argv)", "__main__ ['<cell>']"),

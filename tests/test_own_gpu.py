@@ -1,4 +1,6 @@
-"""A rank above 0 leaves GPU 0 alone, in all of its threads; torch's own calls are accounted for, no GPU is needed.
+"""A rank above 0 leaves GPU 0 alone, in all of its threads.
+
+torch's own calls are accounted for, no GPU is needed.
 
 Each context that CUDA makes takes half a GB of the GPU it is on.
 """
@@ -96,7 +98,8 @@ unused = torch.empty(1 << 28, device="cuda")
 held = torch.empty(1 << 26, device="cuda:2")
 del unused
 before = torch.cuda.memory_reserved()
-print(before >= 1 << 30, adopt.own_gpu.give_back_unused() - torch.cuda.memory_reserved(2), torch.cuda.memory_reserved())
+left = adopt.own_gpu.give_back_unused() - torch.cuda.memory_reserved(2)
+print(before >= 1 << 30, left, torch.cuda.memory_reserved())
 """
     ),
     "kept, and CUDA not used": f"{RANK_1_OF_2}print(adopt.own_gpu.give_back_unused())",
@@ -140,7 +143,10 @@ def test_the_account_shows_what_a_thread_does_that_selects_nothing(accounts: Acc
 
 
 def test_a_gpu_is_busy_where_the_program_uses_it(accounts: Accounts) -> None:
-    """What another rank's GPU does is no answer; all GPUs are asked that the program has contexts on."""
+    """What another rank's GPU does is no answer.
+
+    All GPUs are asked that the program has contexts on.
+    """
     lines, calls = accounts["busy"]
     assert lines[1:] == ["0 [False]", "1 [True]", "2 [False]", "2 [True] 1"]
     assert contexts(calls) == [1, 2]
@@ -155,7 +161,10 @@ def test_names_are_packed_beside_streams_that_never_end(accounts: Accounts) -> N
 
 
 def test_one_process_with_all_gpus_selects_none(accounts: Accounts) -> None:
-    """A cell of one rank begins with GPU 0, as a plain one; threads of taas are where it has a context."""
+    """A cell of one rank begins with GPU 0, as a plain one.
+
+    Threads of taas are where it has a context.
+    """
     lines, calls = accounts["alone"]
     assert lines == ["cuda False", "[False] 0"]
     assert contexts(calls) == [3]
@@ -173,7 +182,10 @@ def test_kept_ranks_give_back_what_no_tensor_has(accounts: Accounts) -> None:
 
 
 def test_the_kernels_memory_on_gpus_of_a_run_is_said(accounts: Accounts) -> None:
-    """Where it is more than 1 GB, on those of the run alone; a kernel that has not used CUDA is asked nothing."""
+    """Where it is more than 1 GB, on those of the run alone.
+
+    A kernel that has not used CUDA is asked nothing.
+    """
     lines, calls = accounts["the kernel's memory"]
     said = "this notebook's kernel holds 3.2 GB of cuda:{}"
     assert lines == ["[]", str([said.format(0)]), "[]", str([said.format(2)]), "[]"]

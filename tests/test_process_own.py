@@ -1,8 +1,12 @@
-"""What belongs to the process that made it is left out, named, and costs nothing else: both ways, and with kept ranks."""
+"""What belongs to the process that made it is left out, named, and costs nothing else.
+
+Both ways, and with kept ranks.
+"""
 
 from __future__ import annotations
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 ENGINE = """
@@ -39,10 +43,10 @@ IN_RANKS = {
     ),
     "one in a model": ("engine.net.own = dist.new_group()", "engine.net.own (ProcessGroup)"),
     "one in an optimizer": (
-        (
-            "engine.opt = torch.optim.SGD(engine.net.parameters(), lr=0.1); engine.opt.own ="
-            " dist.new_group()"
-        ),
+        block("""
+            engine.opt = torch.optim.SGD(engine.net.parameters(), lr=0.1)
+            engine.opt.own = dist.new_group()
+        """),
         "engine.opt.own (ProcessGroup)",
     ),
 }
@@ -52,7 +56,10 @@ IN_RANKS = {
 def test_what_a_rank_has_of_its_process_does_not_lose_what_was_trained(
     notebook: Notebook, puts: str, told: str
 ) -> None:
-    """The object comes back without that attribute, which one line names; it works in the next cell."""
+    """The object comes back without that attribute, which one line names.
+
+    It works in the next cell.
+    """
     notebook.good("%load_ext taas")
     notebook.good(ENGINE + "engine = Engine(); net = engine.net")
     ran = notebook.good(
@@ -79,15 +86,15 @@ IN_NOTEBOOK = {
         "engine.shy, engine.own = Shy(a=1), [iter(DataLoader(range(4), num_workers=1))]"
     ),
     "one in a list": "engine.own = [iter(DataLoader(range(4), num_workers=1)), 1]",
-    "a group of one process": (
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "engine.own = dist.group.WORLD"
-    ),
+    "a group of one process": block("""
+        dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+        engine.own = dist.group.WORLD
+    """),
     "one in a model": "net.own = iter(DataLoader(range(4), num_workers=1))",
-    "one in a DataLoader": (
-        "engine.loader = Infinite([3, 4]); engine.loader.own = iter(DataLoader(range(4),"
-        " num_workers=1))"
-    ),
+    "one in a DataLoader": block("""
+        engine.loader = Infinite([3, 4])
+        engine.loader.own = iter(DataLoader(range(4), num_workers=1))
+    """),
 }
 
 
@@ -95,7 +102,10 @@ IN_NOTEBOOK = {
 def test_what_the_notebook_has_of_its_process_stays_where_it_is(
     notebook: Notebook, puts: str
 ) -> None:
-    """The ranks do without it, which is said before the cell starts; the object keeps its own and gets all else."""
+    """The ranks do without it, which is said before the cell starts.
+
+    The object keeps its own and gets all else.
+    """
     notebook.good("%load_ext taas")
     notebook.good(ENGINE + "engine = Engine(); net = engine.net\n" + puts)
     holder = "net" if "net.own" in puts else "engine.loader" if "loader.own" in puts else "engine"
@@ -134,7 +144,10 @@ def test_kept_ranks_go_on_with_what_is_theirs(notebook: Notebook) -> None:
 
 
 def test_a_name_that_is_of_its_process_is_named(notebook: Notebook) -> None:
-    """Under a name of its own it does not come back, and no other name suffers; a hook that closes over one costs its model."""
+    """Under a name of its own it does not come back, and no other name suffers.
+
+    A hook that closes over one costs its model.
+    """
     notebook.good("%load_ext taas")
     notebook.good(ENGINE + "net, other = nn.Linear(2, 1), nn.Linear(2, 1)")
     ran = notebook.good("""#pragma taas --gpus 2

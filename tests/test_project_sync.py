@@ -1,4 +1,7 @@
-"""Project files on VMs without a shared disk: what travels, what comes back, and what nothing may happen to."""
+"""Project files on VMs without a shared disk.
+
+What travels, what comes back, and what nothing may happen to.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blocks import block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from notebook_harness import until
@@ -42,7 +46,7 @@ def tree(root: Path) -> dict[str, object]:
 
 
 class Travel:
-    """A project, its copies on two VMs, and the way back from that of rank 0, as a supervisor and an agent hold them."""
+    """A project, its copies on two VMs, and rank 0's way back, as taas's processes hold them."""
 
     def __init__(self, folder: Path) -> None:
         self.project, self.copy, self.scratch = (
@@ -160,17 +164,23 @@ def test_files_directories_links_and_removals_come_back_while_the_run_goes_on(
     "code",
     [
         "f = open('part.pt', 'wb'); f.write(b'half'); f.flush()",
-        (
-            "import mmap; f = open('part.pt', 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(),"
-            " 0); f.close()"
-        ),
+        block("""
+            import mmap
+            f = open('part.pt', 'w+b')
+            f.truncate(4096)
+            m = mmap.mmap(f.fileno(), 0)
+            f.close()
+        """),
     ],
     ids=["descriptor", "mapping"],
 )
 def test_a_file_that_is_open_for_writing_comes_back_when_it_is_closed(
     travel: Travel, code: str
 ) -> None:
-    """Whoever has it open: also a mapping that outlives its descriptor. At the last look it comes as it is."""
+    """Whoever has it open: also a mapping that outlives its descriptor.
+
+    At the last look it comes as it is.
+    """
     travel.go()
     part = travel.copy / "part.pt"
     command = [sys.executable, "-c", f"{code}; print(flush=True); input()"]
@@ -245,7 +255,10 @@ def test_a_path_that_leads_out_of_the_project_is_refused(travel: Travel, path: b
 def test_what_the_run_made_in_place_of_a_file_that_stayed_home_loses_nothing_of_it(
     travel: Travel,
 ) -> None:
-    """A line added to a large log is all that the VM has of it; a checkpoint is a new one. Both versions are kept."""
+    """A line added to a large log is all that the VM has of it.
+
+    A checkpoint is a new one. Both versions are kept.
+    """
     large = {"history.csv": b"0" * 100, "model.pt": b"old" * 50, "twice.csv": b"1" * 100}
     fill(travel.project, {**large, "twice.before-golden-fox.csv": "x"})
     packed = travel.go(large=10)
@@ -276,14 +289,14 @@ def test_killed_in_the_middle_the_project_has_each_file_old_or_new(tmp_path: Pat
     copy, project = tmp_path / "copy", tmp_path / "project"
     fill(copy, files)
     fill(project, dict.fromkeys(files, b"old"))
-    code = (
-        "import os, sys\n"
-        "from taas.project_sync.applier import unpack\n"
-        "from taas.project_sync.archive import pack\n"
-        "packed = pack(sys.argv[1], large=1 << 30, total=1 << 30)\n"
-        "print(flush=True)\n"
-        "unpack(packed.fd, sys.argv[2])\n"
-    )
+    code = block("""
+        import os, sys
+        from taas.project_sync.applier import unpack
+        from taas.project_sync.archive import pack
+        packed = pack(sys.argv[1], large=1 << 30, total=1 << 30)
+        print(flush=True)
+        unpack(packed.fd, sys.argv[2])
+    """)
     command = [sys.executable, "-c", code, str(copy), str(project)]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE) as taker:
         assert taker.stdout is not None
@@ -427,7 +440,10 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 def test_what_several_vms_write_into_a_shared_directory_is_no_conflict(home: Home) -> None:
-    """The last one to write a file wins, as on one machine; what the user changes is the user's against them all."""
+    """The last one to write a file wins, as on one machine.
+
+    What the user changes is the user's against them all.
+    """
     home.project_sync.packed()
     for vm, text in ((1, b"one"), (0, b"zero"), (1, b"one again")):
         home.arrive(vm, {"ckpt/latest.txt": text, f"ckpt/{vm}.txt": b""})
@@ -455,7 +471,10 @@ def test_a_vm_without_rank_0_changes_nothing_but_shared_directories(home: Home, 
 
 
 def test_what_other_ranks_wrote_is_theirs_alone(home: Home) -> None:
-    """Each VM brings what its own ranks diverted; nothing of it is in the project before it was sorted."""
+    """Each VM brings what its own ranks diverted.
+
+    Nothing of it is in the project before it was sorted.
+    """
     names = (
         "rank2/tree/a.txt",
         "rank3/gone/b/mark",
@@ -474,7 +493,10 @@ def test_what_other_ranks_wrote_is_theirs_alone(home: Home) -> None:
 @needs_mounts
 @pytest.mark.parametrize("place", ["project", "scratch"])
 def test_a_full_disk_is_named_and_the_rest_comes(home: Home, place: str) -> None:
-    """That of the project, or of the run's folder: the run is not lost for that, and what is written later comes."""
+    """That of the project, or of the run's folder.
+
+    The run is not lost for that, and what is written later comes.
+    """
     (home.project / "old.txt").write_text("old")
     home.project_sync.packed()
     with small_disk(getattr(home, place), "size=2m"):
@@ -487,7 +509,10 @@ def test_a_full_disk_is_named_and_the_rest_comes(home: Home, place: str) -> None
 
 
 def test_a_file_that_does_not_come_is_an_error(tmp_path: Path) -> None:
-    """Nobody answers: whoever waits is told after a while; one who is answered in vain finds no file, as ever."""
+    """Nobody answers: whoever waits is told after a while.
+
+    One who is answered in vain finds no file, as ever.
+    """
     code = """
 import sys
 from pathlib import Path

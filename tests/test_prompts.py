@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook, terminal
 
 pytestmark = pytest.mark.slow
@@ -13,8 +14,13 @@ pytestmark = pytest.mark.slow
 def test_input_and_getpass_as_in_a_plain_cell(notebook: Notebook) -> None:
     """Each prompt comes once all before it is shown; the answer is the cell's."""
     notebook.start(
-        "#pragma taas --gpus 1\nimport getpass\nprint('before')\n"
-        "name = input('name? ')\nsecret = getpass.getpass()\n",
+        block("""
+            #pragma taas --gpus 1
+            import getpass
+            print('before')
+            name = input('name? ')
+            secret = getpass.getpass()
+        """),
         keyboard=True,
     )
     assert notebook.asked() == "name? "
@@ -30,12 +36,23 @@ def test_input_and_getpass_as_in_a_plain_cell(notebook: Notebook) -> None:
 
 
 def test_a_breakpoint_in_one_rank(notebook: Notebook) -> None:
-    """What it prints is shown though the rank's output is not; the others wait in a collective, and all go on."""
+    """What it prints is shown though the rank's output is not.
+
+    The others wait in a collective, and all go on.
+    """
     notebook.start(
-        "#pragma taas --gpus 2 --hang-timeout 0.5 --name pondered\nimport torch, torch.distributed"
-        " as dist\ndist.init_process_group('nccl')\nrank = dist.get_rank()\nx = torch.ones(1) *"
-        " rank\nif rank == 1:\n    breakpoint()\n    x += 1\ndist.all_reduce(x)\ntotal ="
-        " x.item()\n",
+        block("""
+            #pragma taas --gpus 2 --hang-timeout 0.5 --name pondered
+            import torch, torch.distributed as dist
+            dist.init_process_group('nccl')
+            rank = dist.get_rank()
+            x = torch.ones(1) * rank
+            if rank == 1:
+                breakpoint()
+                x += 1
+            dist.all_reduce(x)
+            total = x.item()
+        """),
         keyboard=True,
     )
     assert notebook.asked() == "[rank 1] (Pdb) "
@@ -65,15 +82,27 @@ OPENS = {
     "in a function of an earlier cell": ("z = helper(3)\n", ["<module>()", "helper()"]),
     "pdb.set_trace() in a class": (
         (
-            "import pdb\nclass A:\n    def f(self):\n        pdb.set_trace()\n        return"
-            " 1\nA().f()\n"
+            """\
+import pdb
+class A:
+    def f(self):
+        pdb.set_trace()
+        return 1
+A().f()
+"""
         ),
         ["<module>()", "f()"],
     ),
     "behind a top-level await": (
         (
-            "import asyncio\nasync def g():\n    await asyncio.sleep(0)\n    breakpoint()\n   "
-            " return 1\nawait g()\n"
+            """\
+import asyncio
+async def g():
+    await asyncio.sleep(0)
+    breakpoint()
+    return 1
+await g()
+"""
         ),
         ["<module>()", "g()"],
     ),
@@ -83,7 +112,10 @@ OPENS = {
 
 @pytest.mark.parametrize("how", OPENS)
 def test_a_debugger_shows_the_users_frames_only(notebook: Notebook, how: str) -> None:
-    """``w`` has neither frames of IPython and taas nor those of the processes' start; ``up`` ends at the cell."""
+    """``w`` has neither frames of IPython and taas nor those of the processes' start.
+
+    ``up`` ends at the cell.
+    """
     body, frames = OPENS[how]
     notebook.good("def helper(x):\n    y = x + 1\n    breakpoint()\n    return y\n")
     post_mortem = " --post-mortem" if how == "after an error" else ""
@@ -101,7 +133,10 @@ def test_a_debugger_shows_the_users_frames_only(notebook: Notebook, how: str) ->
 
 
 def test_next_goes_from_statement_to_statement(notebook: Notebook) -> None:
-    """As in a script, though IPython runs each as code of its own; past the last one the cell is through."""
+    """As in a script, though IPython runs each as code of its own.
+
+    Past the last one the cell is through.
+    """
     notebook.start(
         "#pragma taas --gpus 1\nbreakpoint()\na = 1\nfor b in range(1):\n    c = b\nd = 4\n",
         keyboard=True,
@@ -143,9 +178,15 @@ def test_two_ranks_take_turns(notebook: Notebook) -> None:
 def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook) -> None:
     """The error says so, and no rank is left."""
     notebook.start(
-        "#pragma taas --gpus 2\nimport torch.distributed as"
-        " dist\ndist.init_process_group('gloo')\nif dist.get_rank() == 1:\n    from"
-        " IPython.core.debugger import set_trace; set_trace()\n    pass\ndist.barrier()\n",
+        block("""
+            #pragma taas --gpus 2
+            import torch.distributed as dist
+            dist.init_process_group('gloo')
+            if dist.get_rank() == 1:
+                from IPython.core.debugger import set_trace; set_trace()
+                pass
+            dist.barrier()
+        """),
         keyboard=True,
     )
     assert notebook.asked() == "[rank 1] ipdb> "
@@ -159,8 +200,13 @@ def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook) -> No
 def test_an_interrupt_at_the_prompt(notebook: Notebook) -> None:
     """It means the run, and one press is enough."""
     notebook.start(
-        "#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1':\n    breakpoint()\n   "
-        " pass\n",
+        block("""
+            #pragma taas --gpus 2
+            import os
+            if os.environ['RANK'] == '1':
+                breakpoint()
+                pass
+        """),
         keyboard=True,
     )
     notebook.asked()
@@ -170,10 +216,16 @@ def test_an_interrupt_at_the_prompt(notebook: Notebook) -> None:
 
 
 def test_post_mortem(notebook: Notebook) -> None:
-    """The debugger opens where the error was, in the rank that had it, with the error shown above."""
+    """The debugger opens where the error was, in its rank, with the error shown above."""
     notebook.start(
-        "#pragma taas --gpus 2 --post-mortem\nimport os\nrank = int(os.environ['RANK'])\n"
-        "def divide(a):\n    return a / (1 - rank)\ndivide(7)\n",
+        block("""
+            #pragma taas --gpus 2 --post-mortem
+            import os
+            rank = int(os.environ['RANK'])
+            def divide(a):
+                return a / (1 - rank)
+            divide(7)
+        """),
         keyboard=True,
     )
     assert notebook.asked() == "[rank 1] (Pdb) "
@@ -203,8 +255,17 @@ def test_a_background_run_asks_who_attaches(notebook: Notebook) -> None:
 def test_debug_opens_the_rank_that_failed(notebook: Notebook) -> None:
     """After a cell with --keep its frames are there still."""
     notebook.run(
-        "#pragma taas --gpus 2 --keep\nimport os\n\ndef work(x):\n    y = 2 * x\n    raise"
-        " ValueError(y)\n\nif os.environ['RANK'] == '1':\n    work(21)"
+        block("""
+            #pragma taas --gpus 2 --keep
+            import os
+
+            def work(x):
+                y = 2 * x
+                raise ValueError(y)
+
+            if os.environ['RANK'] == '1':
+                work(21)
+        """)
     )
     notebook.start("%debug", keyboard=True)
     assert notebook.asked() == "[rank 1] ipdb> "
@@ -222,7 +283,10 @@ def test_debug_opens_the_rank_that_failed(notebook: Notebook) -> None:
 
 
 def test_debug_says_that_the_ranks_have_ended(notebook: Notebook) -> None:
-    """Without --keep the frames of a cell's error are gone; those of taas are of no use to anybody."""
+    """Without --keep the frames of a cell's error are gone.
+
+    Those of taas are of no use to anybody.
+    """
     notebook.run("#pragma taas --gpus 2 --name gone\n1 / 0")
     assert (
         "the ranks of gone have ended, and with them the frames of its error"

@@ -1,4 +1,7 @@
-"""When a rank selects its GPU; a GPU isn't needed: torch is not asked for one here. On real ones: test_gpu.py."""
+"""When a rank selects its GPU.
+
+No GPU is needed: torch is not asked for one here. On real ones: test_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import block
 from fresh_interpreter import printed
 
 from taas.agent.torchrun import rank_environ
@@ -29,7 +33,8 @@ def test_a_rank_leaves_cuda_alone_until_its_program_uses_it() -> None:
     lines = printed(
         RANK_1_OF_2
         + """
-print(entry._enter_device(order, 1), torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), flush=True)
+device = entry._enter_device(order, 1)
+print(device, torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), flush=True)
 if (child := os.fork()) == 0:
     print(torch.cuda._is_in_bad_fork(), flush=True)
     os._exit(0)
@@ -40,7 +45,10 @@ os.waitpid(child, 0)
 
 
 def test_the_device_is_selected_where_the_program_has_left_it_visible() -> None:
-    """CUDA's first use selects the rank's own; a script that sets CUDA_VISIBLE_DEVICES for each rank has one, its own."""
+    """CUDA's first use selects the rank's own.
+
+    A script that sets CUDA_VISIBLE_DEVICES for each rank has one, its own.
+    """
     lines = printed(
         RANK_1_OF_2
         + """
@@ -79,12 +87,17 @@ FILES = {
     "package/deep/__init__.py": "",
     "package/deep/uses.py": "from ..inner import wrap\n",
     "asks.py": (
-        "from torch import nn\ndef plain(net):\n    return net.module if isinstance(net,"
-        " nn.DataParallel) else net\n"
+        """\
+from torch import nn
+def plain(net):
+    return net.module if isinstance(net, nn.DataParallel) else net
+"""
     ),
     "either.py": (
-        "def wrap(net):\n    return DistributedDataParallel(net) if LOCAL_RANK else"
-        " DataParallel(net)\n"
+        """\
+def wrap(net):
+    return DistributedDataParallel(net) if LOCAL_RANK else DataParallel(net)
+"""
     ),
     "circle.py": "import circle, wrapping\n",
     "plain.py": "import torch\n",
@@ -124,12 +137,17 @@ def test_programs_for_data_parallel_are_known_by_all_code_that_they_may_run(
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    earlier = (
-        "def of_the_notebook(net):\n    return nn.DataParallel(net)\n"
-        "class Trainer:\n    def __init__(self, net):\n        self.net = nn.DataParallel(net)\n"
-        "def calls(net):\n    return of_the_notebook(net)\n"
-        "def other(net):\n    return net\n"
-    )
+    earlier = block("""
+        def of_the_notebook(net):
+            return nn.DataParallel(net)
+        class Trainer:
+            def __init__(self, net):
+                self.net = nn.DataParallel(net)
+        def calls(net):
+            return of_the_notebook(net)
+        def other(net):
+            return net
+    """)
     linecache.cache["<an earlier cell>"] = (
         len(earlier),
         None,

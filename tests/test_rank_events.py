@@ -26,7 +26,7 @@ def write(folder: Path, records: list[bytes], torn: int = 0) -> None:
 
 @given(st.lists(texts, max_size=12))
 def test_a_reader_that_skips_begins_at_a_record(bodies: list[bytes]) -> None:
-    """What is read then is the end of what all records say, and no less than the last 8 KB of them, or all."""
+    """What is read then is the end of all records, and at least their last 8 KB, or all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, [pack_record(0, body, 0, 0) for body in bodies])
@@ -41,7 +41,10 @@ def test_a_reader_that_skips_begins_at_a_record(bodies: list[bytes]) -> None:
 
 @given(st.lists(texts, min_size=1, max_size=4), st.integers(min_value=1, max_value=24))
 def test_a_torn_end_is_told_apart(bodies: list[bytes], torn: int) -> None:
-    """While a part of a record is being sent, the last lines cannot be told; nothing else is taken for them."""
+    """While a part of a record is being sent, the last lines cannot be told.
+
+    Nothing else is taken for them.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, [pack_record(0, body, 0, 0) for body in bodies], torn=torn)
@@ -51,7 +54,10 @@ def test_a_torn_end_is_told_apart(bodies: list[bytes], torn: int) -> None:
 
 
 def test_the_last_lines_before_a_large_display() -> None:
-    """A figure of 200 KB is found with the lines around it; before one of 2 MB nothing is looked for."""
+    """A figure of 200 KB is found with the lines around it.
+
+    Before one of 2 MB nothing is looked for.
+    """
     for nbytes, found in ((200_000, True), (2_000_000, False)):
         figure = msgspec.msgpack.encode(
             {"data": {"image/png": "A" * nbytes, "text/plain": "<Figure>"}}

@@ -1,4 +1,4 @@
-"""What only another rank wrote into a directory that rank 0 made or wrote belongs to rank 0's save, and gets there."""
+"""What another rank wrote into a directory of rank 0's save belongs to that save."""
 
 from __future__ import annotations
 
@@ -40,20 +40,67 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 OWN = {"ck__model": "0"}
-ROWS: dict[str, tuple[dict[str, str], dict[str, str], dict[int, dict[str, str]], dict[str, str]]] = {
+ROWS: dict[
+    str, tuple[dict[str, str], dict[str, str], dict[int, dict[str, str]], dict[str, str]]
+] = {
     # what was there before, what rank 0 writes, what others write, and what the project lacks of
     # theirs afterwards
-    "beside a model, as transformers' and accelerate's": ({}, OWN, {1: {"ck__rng_1": "1"}, 2: {"ck__rng_2": "2"}}, {}),
-    "in a folder of its own there, as DeepSpeed's": ({}, OWN, {1: {"ck__global_step1__zero_1": "1"}}, {}),
-    "saved again over an older one": ({"ck__model": "old", "ck__rng_1": "old"}, OWN, {1: {"ck__rng_1": "1"}}, {}),
-    "deep below the project": ({}, {"runs__a__ck__model": "0"}, {1: {"runs__a__ck__rng_1": "1"}}, {}),
+    "beside a model, as transformers' and accelerate's": (
+        {},
+        OWN,
+        {1: {"ck__rng_1": "1"}, 2: {"ck__rng_2": "2"}},
+        {},
+    ),
+    "in a folder of its own there, as DeepSpeed's": (
+        {},
+        OWN,
+        {1: {"ck__global_step1__zero_1": "1"}},
+        {},
+    ),
+    "saved again over an older one": (
+        {"ck__model": "old", "ck__rng_1": "old"},
+        OWN,
+        {1: {"ck__rng_1": "1"}},
+        {},
+    ),
+    "deep below the project": (
+        {},
+        {"runs__a__ck__model": "0"},
+        {1: {"runs__a__ck__rng_1": "1"}},
+        {},
+    ),
     "the same from two ranks": ({}, OWN, {1: {"ck__config": "c"}, 2: {"ck__config": "c"}}, {}),
-    "different from two ranks": ({}, OWN, {1: {"ck__log": "1"}, 2: {"ck__log": "2"}}, {"ck/log": "rank 0 did not write"}),
-    "where rank 0 wrote nothing": ({}, OWN, {1: {"mine__log": "1"}}, {"mine/log": "--shared mine "}),
-    "where nobody wrote before rank 0": ({"mine__a": "old"}, OWN, {1: {"mine__log": "1"}}, {"mine/log": "--shared mine "}),
-    "in the project's own folder": ({}, {"model": "0"}, {1: {"log": "1"}}, {"log": "%taas recover fox"}),
-    "below what no rank 0 made": ({}, OWN, {1: {"tests__tmp12__part": "1"}}, {"tests/tmp12/part": "--shared tests every"}),
-}  # fmt: skip
+    "different from two ranks": (
+        {},
+        OWN,
+        {1: {"ck__log": "1"}, 2: {"ck__log": "2"}},
+        {"ck/log": "rank 0 did not write"},
+    ),
+    "where rank 0 wrote nothing": (
+        {},
+        OWN,
+        {1: {"mine__log": "1"}},
+        {"mine/log": "--shared mine "},
+    ),
+    "where nobody wrote before rank 0": (
+        {"mine__a": "old"},
+        OWN,
+        {1: {"mine__log": "1"}},
+        {"mine/log": "--shared mine "},
+    ),
+    "in the project's own folder": (
+        {},
+        {"model": "0"},
+        {1: {"log": "1"}},
+        {"log": "%taas recover fox"},
+    ),
+    "below what no rank 0 made": (
+        {},
+        OWN,
+        {1: {"tests__tmp12__part": "1"}},
+        {"tests/tmp12/part": "--shared tests every"},
+    ),
+}
 
 
 @pytest.mark.parametrize(("before", "own", "others", "kept"), ROWS.values(), ids=ROWS)
@@ -64,7 +111,10 @@ def test_what_belongs_to_a_save_is_there_at_the_end(
     others: dict[int, dict[str, str]],
     kept: dict[str, str],
 ) -> None:
-    """It stands beside what rank 0 saved, and a line says so; all else is kept, with the topmost directory to share."""
+    """It stands beside what rank 0 saved, and a line says so.
+
+    All else is kept, with the topmost directory to share.
+    """
     run = Run(tmp_path)
     for path, text in before.items():
         file = run.project / path.replace("__", "/")
@@ -96,7 +146,10 @@ def test_what_belongs_to_a_save_is_there_at_the_end(
 
 
 def test_rank_0_finds_them_meanwhile(tmp_path: Path) -> None:
-    """It opens, asks about, loads, moves and removes another rank's file where the project lacks it; others it does not see."""
+    """It opens, loads, moves and removes another rank's file that the project lacks.
+
+    Others do not see it.
+    """
     run, turns = Run(tmp_path), Turns()
     (run.project / "old").mkdir()
     run.now()
@@ -200,7 +253,10 @@ def test_rank_0_looks_at_no_entries_for_a_file_that_no_rank_has(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_a_checkpoint_with_states_of_all_ranks_resumes_as_torchruns(notebook: Notebook) -> None:
-    """Each rank saves its random state beside rank 0's model; the next cell finds them all, and each rank its own."""
+    """Each rank saves its random state beside rank 0's model.
+
+    The next cell finds them all, and each rank its own.
+    """
     notebook.good("%load_ext taas")
     save = """#pragma taas --gpus 2
 import os, torch

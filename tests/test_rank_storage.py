@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from blocks import block
 from privileges import needs_mounts, needs_user_namespaces
 from storage_ranks import Run, Turns, diverted, fork, join
 
@@ -41,7 +42,7 @@ def wall(request: pytest.FixtureRequest) -> str:
 
 
 def test_rank_0_writes_itself(run: Run):
-    """Rank 0 writes the project; with ``deny``, where no other rank writes anything, nothing of the process is changed."""
+    """Rank 0 writes the project; ``deny``, under which no other rank writes, changes nothing."""
 
     def body(guard):
         Path("model.pt").write_text("weights")
@@ -83,69 +84,92 @@ def test_a_rank_reads_its_own_writes_back(run: Run, wall: str):
 
 
 ORDINARY = {
-    "json": (
-        "with open('a.json', 'w') as file: json.dump({'a': 1}, file)\nassert"
-        " json.load(open('a.json')) == {'a': 1}"
-    ),
-    "append": (
-        "open('log', 'a').write('rank 1')\nopen('log', 'a').write('!')\nassert open('log').read()"
-        " == 'live rank 1!'"
-    ),
+    "json": block("""
+        with open('a.json', 'w') as file: json.dump({'a': 1}, file)
+        assert json.load(open('a.json')) == {'a': 1}
+    """),
+    "append": block("""
+        open('log', 'a').write('rank 1')
+        open('log', 'a').write('!')
+        assert open('log').read() == 'live rank 1!'
+    """),
     "update": (
         "with open('log', 'r+') as file: file.write('L')\nassert open('log').read() == 'Live '"
     ),
-    "replace": (
-        "new = tempfile.NamedTemporaryFile('w', dir='.',"
-        " delete=False)\nnew.write('x')\nnew.close()\nos.replace(new.name, 'config')\nassert"
-        " open('config').read() == 'x' and not os.path.exists(new.name)"
-    ),
-    "temporary": (
-        "with tempfile.TemporaryDirectory(dir='.') as name: open(f'{name}/a', 'w').close()\nwith"
-        " tempfile.NamedTemporaryFile(dir='.') as file: file.write(b'x')\nassert not"
-        " os.path.exists(name)"
-    ),
-    "copies": (
-        "os.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nshutil.copytree('a',"
-        " 'd')\nshutil.copy2('d/b/c', 'e')\nshutil.copy('log', 'd/log')\nshutil.move('d',"
-        " 'moved')\nassert os.listdir('moved/b') == ['c'] and open('e').read() == 'x'"
-    ),
-    "rmtree": (
-        "os.makedirs('a/b', exist_ok=True)\nopen('a/b/c', 'w').close()\nshutil.rmtree('a')\nassert"
-        " not os.path.exists('a')\nos.makedirs('a', exist_ok=True)\nassert os.listdir('a') == []"
-    ),
-    "logging": (
-        "logger ="
-        " logging.getLogger('x')\nlogger.addHandler(logging.FileHandler('train.log'))\nlogger.error('lost')\nlogger.addHandler(logging.handlers.RotatingFileHandler('r.log',"
-        " maxBytes=9, backupCount=2))\nfor _ in range(3): logger.error('twelve bytes')\nassert"
-        " 'lost' in open('train.log').read() and os.path.exists('r.log.2')"
-    ),
-    "arrays": (
-        "numpy.save('a.npy', numpy.arange(3))\nnumpy.savez('b.npz',"
-        " a=numpy.arange(3))\nnumpy.arange(3).tofile('c')\nassert numpy.load('a.npy')[2] =="
-        " numpy.load('b.npz')['a'][2] == numpy.fromfile('c', int)[2] == 2"
-    ),
-    "torch": (
-        "os.makedirs('ckpt', exist_ok=True)\ntorch.save({'a': 1},"
-        " 'ckpt/last.pt')\nos.replace('ckpt/last.pt', 'ckpt/best.pt')\nassert"
-        " torch.load('ckpt/best.pt') == {'a': 1} and os.listdir('ckpt') == ['best.pt']"
-    ),
-    "table": (
-        "pandas = pytest.importorskip('pandas')\npandas.DataFrame({'a': [1]}).to_csv('t.csv',"
-        " mode='a')\nassert list(pandas.read_csv('t.csv')['a']) == [1]"
-    ),
-    "figure": (
-        "plt = pytest.importorskip('matplotlib.figure')\nplt.Figure().savefig('f.png')\nassert"
-        " os.path.getsize('f.png')"
-    ),
-    "archive": (
-        "open('a', 'w').close()\nshutil.make_archive('z', 'zip', '.',"
-        " 'a')\nshutil.unpack_archive('z.zip', 'out')\nassert os.listdir('out') == ['a']"
-    ),
-    "paths": (
-        "Path('x/y').mkdir(parents=True)\nPath('x/y/z').touch()\nPath('x/y/z').chmod(0o600)\nPath('x/y/z').rename('x/w')\nassert"
-        " [str(path) for path in Path('x').rglob('*')] == ['x/w', 'x/y'] or"
-        " sorted(Path('x').iterdir()) == [Path('x/w'), Path('x/y')]"
-    ),
+    "replace": block("""
+        new = tempfile.NamedTemporaryFile('w', dir='.', delete=False)
+        new.write('x')
+        new.close()
+        os.replace(new.name, 'config')
+        assert open('config').read() == 'x' and not os.path.exists(new.name)
+    """),
+    "temporary": block("""
+        with tempfile.TemporaryDirectory(dir='.') as name: open(f'{name}/a', 'w').close()
+        with tempfile.NamedTemporaryFile(dir='.') as file: file.write(b'x')
+        assert not os.path.exists(name)
+    """),
+    "copies": block("""
+        os.makedirs('a/b')
+        open('a/b/c', 'w').write('x')
+        shutil.copytree('a', 'd')
+        shutil.copy2('d/b/c', 'e')
+        shutil.copy('log', 'd/log')
+        shutil.move('d', 'moved')
+        assert os.listdir('moved/b') == ['c'] and open('e').read() == 'x'
+    """),
+    "rmtree": block("""
+        os.makedirs('a/b', exist_ok=True)
+        open('a/b/c', 'w').close()
+        shutil.rmtree('a')
+        assert not os.path.exists('a')
+        os.makedirs('a', exist_ok=True)
+        assert os.listdir('a') == []
+    """),
+    "logging": block("""
+        logger = logging.getLogger('x')
+        logger.addHandler(logging.FileHandler('train.log'))
+        logger.error('lost')
+        logger.addHandler(logging.handlers.RotatingFileHandler('r.log', maxBytes=9, backupCount=2))
+        for _ in range(3):
+            logger.error('twelve bytes')
+        assert 'lost' in open('train.log').read() and os.path.exists('r.log.2')
+    """),
+    "arrays": block("""
+        numpy.save('a.npy', numpy.arange(3))
+        numpy.savez('b.npz', a=numpy.arange(3))
+        numpy.arange(3).tofile('c')
+        assert numpy.load('a.npy')[2] == numpy.load('b.npz')['a'][2] == 2
+        assert numpy.fromfile('c', int)[2] == 2
+    """),
+    "torch": block("""
+        os.makedirs('ckpt', exist_ok=True)
+        torch.save({'a': 1}, 'ckpt/last.pt')
+        os.replace('ckpt/last.pt', 'ckpt/best.pt')
+        assert torch.load('ckpt/best.pt') == {'a': 1} and os.listdir('ckpt') == ['best.pt']
+    """),
+    "table": block("""
+        pandas = pytest.importorskip('pandas')
+        pandas.DataFrame({'a': [1]}).to_csv('t.csv', mode='a')
+        assert list(pandas.read_csv('t.csv')['a']) == [1]
+    """),
+    "figure": block("""
+        plt = pytest.importorskip('matplotlib.figure')
+        plt.Figure().savefig('f.png')
+        assert os.path.getsize('f.png')
+    """),
+    "archive": block("""
+        open('a', 'w').close()
+        shutil.make_archive('z', 'zip', '.', 'a')
+        shutil.unpack_archive('z.zip', 'out')
+        assert os.listdir('out') == ['a']
+    """),
+    "paths": block("""
+        Path('x/y').mkdir(parents=True)
+        Path('x/y/z').touch()
+        Path('x/y/z').chmod(0o600)
+        Path('x/y/z').rename('x/w')
+        assert sorted(str(path) for path in Path('x').rglob('*')) == ['x/w', 'x/y']
+    """),
 }
 """What training programs do in every rank; the project has a file ``log`` from before."""
 
@@ -161,7 +185,10 @@ def test_ordinary_code_goes_well_in_every_rank(run: Run, what: str) -> None:
 
 
 def test_the_newer_of_two_versions_is_seen(run: Run):
-    """What rank 0 saved after this rank's own save is loaded; while it is still writing, the rank's own is."""
+    """What rank 0 saved after this rank's own save is loaded.
+
+    While it is still writing, the rank's own is.
+    """
     turns = Turns()
 
     def body(guard):
@@ -186,7 +213,10 @@ def test_the_newer_of_two_versions_is_seen(run: Run):
 
 
 def test_a_save_by_rename_is_not_disturbed_by_that_of_rank_0(run: Run):
-    """Both write ``new`` and move it to ``done``, thousands of times: what rank 0 moved away is not missed."""
+    """Both write ``new`` and move it to ``done``, thousands of times.
+
+    What rank 0 moved away is not missed.
+    """
     rounds = 3000
 
     def body(guard):
@@ -238,7 +268,7 @@ def test_shared_directories_are_written_by_all(run: Run, wall: str):
 def test_a_home_directory_as_project_keeps_its_caches(
     run: Run, wall: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where the project is all of a home, caches and the rank's own files beneath it stay writable."""
+    """Where the project is a whole home, caches and the rank's own files stay writable."""
     monkeypatch.setenv("HOME", str(run.project))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     scratch = run.project / ".local" / "rank1"
@@ -276,7 +306,7 @@ def test_what_python_writes_to_a_cache_is_loaded_by_c_code(
     variables: dict[str, str],
     cache: str,
 ):
-    """Triton writes a compiled module to a cache that is not there yet, and the system's loader opens it."""
+    """Triton writes a compiled module to a new cache, and the system's loader opens it."""
     (run.project / home).mkdir(exist_ok=True)
     monkeypatch.setenv("HOME", str(run.project / home))
     for name, place in variables.items():
@@ -389,7 +419,7 @@ OPENS_DISK = {
 @needs_mounts
 @pytest.mark.parametrize("how", OPENS_DISK)
 def test_root_does_not_write_past_the_wall_by_the_disk_itself(run: Run, how: str):
-    """Behind the mount, the devices in /dev that root could write are closed to the rank and to what it starts."""
+    """Behind the mount, devices in /dev that root could write are closed to the rank."""
     if not (disk := _disk()):
         pytest.skip("there is no block device that this process may write")
     opening = OPENS_DISK[how]
@@ -502,7 +532,10 @@ BELOW_PYTHON = {
 
 @pytest.mark.parametrize("what", BELOW_PYTHON)
 def test_what_c_code_does_not_find_is_explained(run: Run, what: str):
-    """Whether it meets the wall or finds no folder: path, rank, rule and what to do, in one sentence."""
+    """Whether it meets the wall or finds no folder.
+
+    Path, rank, rule and what to do, in one sentence.
+    """
     code, path = BELOW_PYTHON[what]
     (run.project / "there").mkdir()
     import safetensors.torch
@@ -583,12 +616,13 @@ def tried(call):
 
 def read(pid, address):
     found = ctypes.create_string_buffer(5)
-    here, there = Vector(ctypes.addressof(found), 5), Vector(address, 5)
-    _linux.check(_linux.libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0), "read", "")
+    here, there = ctypes.byref(Vector(ctypes.addressof(found), 5)), ctypes.byref(Vector(address, 5))
+    _linux.check(_linux.libc.process_vm_readv(pid, here, 1, there, 1, 0), "read", "")
     return found.value.decode()
 
 def take(pid, fd):
-    return os.read(_linux.check(_linux.libc.syscall(438, os.pidfd_open(pid), fd, 0), "pidfd_getfd", ""), 5).decode()
+    taken = _linux.libc.syscall(438, os.pidfd_open(pid), fd, 0)
+    return os.read(_linux.check(taken, "pidfd_getfd", ""), 5).decode()
 
 def rank(number, body):
     scratch = rank_storage.scratch_of(base / "scratch", number)
@@ -597,7 +631,12 @@ def rank(number, body):
     return body(wall)
 
 def look(_):
-    return [tried(lambda: read(pid, address)), tried(lambda: take(pid, pipe)), tried(lambda: Path(f"/proc/{pid}/fd/{pipe}").stat() and "opens")]
+    ways = (
+        lambda: read(pid, address),
+        lambda: take(pid, pipe),
+        lambda: Path(f"/proc/{pid}/fd/{pipe}").stat() and "opens",
+    )
+    return [tried(way) for way in ways]
 
 def be_looked_into(wall):
     os.write(ready, wall.mechanism.encode())
@@ -622,7 +661,10 @@ for other in 2, 0:
 @needs_mounts
 @needs_user_namespaces
 def test_ranks_of_an_ordinary_user_may_look_into_each_other():
-    """As libraries for GPUs do to share memory; but not into rank 0, which stays in the user's own namespace."""
+    """As libraries for GPUs do to share memory.
+
+    Not into rank 0, which stays in the user's own namespace.
+    """
     user = [] if os.geteuid() else ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     ran = subprocess.run(

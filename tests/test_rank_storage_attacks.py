@@ -41,7 +41,10 @@ def refused(mechanism: str) -> str:
 @pytest.mark.parametrize("mode", ["discard", "deny"])
 @pytest.mark.parametrize("mechanism", rank_storage.MECHANISMS)
 def test_every_attack_is_diverted_or_denied(mechanism: str, mode: str, uid: int):
-    """Bytes and metadata of the project stay; what passes a weaker wall is exactly what its limits say."""
+    """Bytes and metadata of the project stay.
+
+    What passes a weaker wall is exactly what its limits say.
+    """
     why = refused(mechanism)
     if mechanism == "mount" and uid:
         why = why or no_user_namespaces()  # refused() asked as root, who mounts without

@@ -1,4 +1,4 @@
-"""The end of a run: replicas go, what only other ranks wrote is kept, told, and copied by ``%taas recover``."""
+"""The end of a run: replicas go; other ranks' files are kept, told, and can be recovered."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from blocks import block
 from notebook_harness import Notebook, until
 from privileges import needs_mounts, small_disk
 from storage_ranks import Run, fork, join
@@ -62,7 +63,10 @@ def write(path: str, text: str) -> Callable[[Any], None]:
 
 
 def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
-    """A path that rank 0 left as it was is kept: only a write of this run makes the others replicas."""
+    """A path that rank 0 left as it was is kept.
+
+    Only a write of this run makes the others replicas.
+    """
     run = Run(tmp_path)
     (run.project / "results.csv").write_text("last week's")
     run.now()
@@ -83,7 +87,10 @@ def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
 def test_a_file_system_with_another_clock_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ):
-    """The project may be on another machine: what was changed since the run began is told by its clock alone."""
+    """The project may be on another machine.
+
+    What was changed since the run began is told by its clock alone.
+    """
     project, writes = tmp_path / "project", tmp_path / "writes"
     project.mkdir()
     before, during = project / "before", project / "during"
@@ -117,7 +124,9 @@ def test_different_versions_all_reach_the_project(run: Run):
 
 @pytest.mark.slow
 def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
-    """The newest run that has something to recover, or the named one, from wherever it is typed; others have nothing.
+    """The newest run that has something to recover, or the named one, from wherever it is typed.
+
+    Others have nothing.
 
     One that was killed is sorted first: what its user does to the project after that is the user's.
     """
@@ -127,9 +136,13 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
     assert "no run has writes of ranks other than 0" in ran.stderr
     for name in ("fox", "owl"):
         ran = notebook.good(
-            f"#pragma taas --gpus 2 --name {name}\nimport os\nfrom pathlib import Path\n"
-            f"if os.environ['RANK'] == '1': Path('{name}-1').write_text('mine')\n"
-            f"found = Path('{name}-1').exists()"
+            block(f"""
+                #pragma taas --gpus 2 --name {name}
+                import os
+                from pathlib import Path
+                if os.environ['RANK'] == '1': Path('{name}-1').write_text('mine')
+                found = Path('{name}-1').exists()
+            """)
         )
         assert f"%taas recover {name} brings them into the project" in ran.stdout
         assert notebook.value("found") == "False"
@@ -145,10 +158,14 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
     assert "that its project lacks" in notebook.run("%taas recover").stderr
     notebook.good("os.chdir('..')")
     notebook.start(
-        "#pragma taas --gpus 2 --name elk\nimport os, signal\nfrom pathlib import Path\n"
-        "rank = os.environ['RANK']\n"
-        "for name in ('both', f'elk-{rank}'): Path(name).write_text(rank)\n"
-        "signal.pause()"
+        block("""
+            #pragma taas --gpus 2 --name elk
+            import os, signal
+            from pathlib import Path
+            rank = os.environ['RANK']
+            for name in ('both', f'elk-{rank}'): Path(name).write_text(rank)
+            signal.pause()
+        """)
     )
     until((notebook.folder / "elk-0").exists)
     until(lambda: [*runs_root().glob("elk-*/writes/rank1/tree/elk-1")])
@@ -169,7 +186,10 @@ WORLD = 3
 def save_sharded(
     run: Run, store: Path, scratches: dict[int, Path] | None = None, **options
 ) -> None:
-    """Every rank saves its part of one checkpoint, as FSDP programs do; ``scratches``: of ranks on other VMs."""
+    """Every rank saves its part of one checkpoint, as FSDP programs do.
+
+    ``scratches``: of ranks on other VMs.
+    """
 
     def rank_process(rank):
         if scratches and rank in scratches:
@@ -206,7 +226,7 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
 )
 def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
-    """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place, from another disk."""
+    """It loads as soon as it is complete, also without --shared, from another disk, and again."""
     for number in range(2):
         with small_disk(run.scratch, "size=1m") if number else contextlib.nullcontext():
             save_sharded(run, tmp_path / f"store{number}")
@@ -223,7 +243,10 @@ def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
 def test_a_sharded_checkpoint_of_several_vms_is_whole_at_the_end(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    """What ranks of other VMs wrote rank 0 does not reach: the cell says so, and it gets there when the run is over."""
+    """What ranks of other VMs wrote rank 0 does not reach.
+
+    The cell says so, and it gets there when the run is over.
+    """
     elsewhere = tmp_path / "elsewhere" / "rank2"
     elsewhere.mkdir(parents=True)
     save_sharded(run, tmp_path / "store", scratches={2: elsewhere})

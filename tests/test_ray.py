@@ -1,4 +1,6 @@
-"""Nodes of a Ray cluster that stay, are seen, and are lost: VMs that share nothing with the notebook.
+"""Nodes of a Ray cluster that stay, are seen, and are lost.
+
+VMs that share nothing with the notebook.
 
 That cells train there as here is in test_ray_autoscaler.
 """
@@ -140,7 +142,7 @@ def _status(book: Notebook) -> str:
 
 
 def test_what_the_cluster_lacks_is_said(cluster: RayCluster, book: Notebook) -> None:
-    """A run that asks for more than there is says for what it waits, and is given up by an interrupt; or does not wait."""
+    """A run says what it waits for, and is given up by an interrupt, or does not wait."""
     never = "#!g2.4\n#pragma taas --gpus 4\nprint('never')"
     book.start(never)
     book.wait_for_line("waiting for 1 node with GPU 4, g2.4 1; the cluster has 3 nodes")
@@ -160,7 +162,10 @@ def test_what_the_cluster_lacks_is_said(cluster: RayCluster, book: Notebook) -> 
 def test_the_next_cell_has_the_same_vms_and_one_of_another_shape_others(
     cluster: RayCluster, book: Notebook
 ) -> None:
-    """They are held until then, or until `%taas release`; all of them are given back for another shape."""
+    """They are held until then, or until `%taas release`.
+
+    All of them are given back for another shape.
+    """
     book.good(_FINE, 240)
     first = _agents(cluster)
     assert len(first) == 2
@@ -201,7 +206,9 @@ def test_vms_are_given_back_after_a_time_and_when_the_kernel_dies(
 def test_a_background_run_outlives_its_kernel_and_a_disk_that_all_see_is_found_out(
     cluster: RayCluster, seen_by_all: Path
 ) -> None:
-    """The kernel is killed, the run goes on; another has its output and names. All stand in the project itself.
+    """The kernel is killed, the run goes on.
+
+    Another has its output and names. All stand in the project itself.
 
     When that kernel is killed in a run of its own, nothing is left of it on any node.
     """
@@ -234,7 +241,10 @@ def test_a_background_run_outlives_its_kernel_and_a_disk_that_all_see_is_found_o
 
 
 def _find(node: Node, name: str) -> list[psutil.Process]:
-    """Return what has this in its name or its command line on a node; ``rank``: what was forked and has no name of taas."""
+    """Return what has this in its name or its command line on a node.
+
+    ``rank``: what was forked and has no name of taas.
+    """
     found = []
     for one in node.of_taas(actors=False):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -272,7 +282,10 @@ def test_an_agent_that_is_stopped_there_holds_nobody(cluster: RayCluster, book: 
 
 
 def test_sigkill_of_the_supervisor(cluster: RayCluster, book: Notebook) -> None:
-    """The cell says so, nothing is left on any node, nor of its driver; the next cell has a new supervisor."""
+    """The cell says so, nothing is left on any node, nor of its driver.
+
+    The next cell has a new supervisor.
+    """
     book.start(_SLEEPING)
     book.wait_for("all there", 240)
     found = book.processes()
@@ -304,7 +317,10 @@ def test_sigkill_of_the_supervisor(cluster: RayCluster, book: Notebook) -> None:
 def test_a_fault_while_they_wait(
     cluster: RayCluster, book: Notebook, who: str, waits: str, how: signal.Signals
 ) -> None:
-    """VMs that stay, and ranks in them: the next cell runs, or is lost and says so; then one runs, and nothing is left."""
+    """VMs that stay, and ranks in them: the next cell runs, or is lost and says so.
+
+    Then one runs, and nothing is left.
+    """
     who = "taas-spare" if who == "rank" and waits == _FINE else who
     book.good(waits, 240)
     until(lambda: _find(cluster.nodes[2], who))
@@ -321,7 +337,10 @@ def test_a_fault_while_they_wait(
 
 
 def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
-    """A partition ends the run, the message names the VM, files saved before are whole; its agent ends by itself."""
+    """A partition ends the run, the message names the VM, files saved before are whole.
+
+    Its agent ends by itself.
+    """
     book.start(_SLEEPING)
     book.wait_for("all there", 240)
     until((book.folder / "begun.txt").exists)
@@ -342,7 +361,7 @@ def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
 
 
 def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
-    """A node that dies is named; with --max-restarts the run starts again once there is another, with its checkpoint.
+    """A node that dies is named; with --max-restarts the run goes on once there is another.
 
     That is larger than what else travels, and was saved on a VM that may be gone.
     """
@@ -359,7 +378,10 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
 
 
 def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
-    """A head that is lost is named, and no rank outlives it; the run waits for it, and starts again."""
+    """A head that is lost is named, and no rank outlives it.
+
+    The run waits for it, and starts again.
+    """
     book.start(_TWO_LIVES)
     book.wait_for("life 1", 240)
     until((book.folder / "checkpoint.pt").exists)
@@ -390,7 +412,8 @@ from taas.errors import EngineError
 try:
     found = ray_driver.inner(*sys.argv[1:])
 except EngineError as error:
-    assert f"Ray {ray.__version__} has no {'.'.join(sys.argv[1:])}, which taas asks" in str(error), error
+    asked = ".".join(sys.argv[1:])
+    assert f"Ray {ray.__version__} has no {asked}, which taas asks" in str(error), error
     print("refused")
 else:
     print("found", found)

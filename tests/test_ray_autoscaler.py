@@ -59,7 +59,9 @@ def _trains_as_here(book: Notebook) -> list[str]:
 
 
 def test_nodes_come_for_a_cell_and_go(autoscaled: AutoscaledCluster, book: Notebook) -> None:
-    """Two VMs train as this machine does. First come data VMs, and those of ranks when enough elements are ready.
+    """Two VMs train as this machine does.
+
+    First come data VMs, and those of ranks when enough elements are ready.
 
     The cell's line says what is awaited. They are given back by `%taas release`, and the autoscaler
     takes them back.

@@ -1,4 +1,7 @@
-"""Registered DataLoaders on nodes of a Ray cluster: data VMs that share nothing with the notebook or the ranks."""
+"""Registered DataLoaders on nodes of a Ray cluster.
+
+Data VMs that share nothing with the notebook or the ranks.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("nccl")
 torch.manual_seed(1)
-net = DistributedDataParallel(nn.Linear(16, 1).to("cuda"), device_ids=[int(os.environ["LOCAL_RANK"])])
+net = nn.Linear(16, 1).to("cuda")
+net = DistributedDataParallel(net, device_ids=[int(os.environ["LOCAL_RANK"])])
 optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
 mine = []
 for epoch in range(2):
@@ -80,7 +84,8 @@ _SLOW_ROWS = 800
 """Two ranks take two rows each a step, and 0.1 s: 20 s."""
 _EXPECTED = """
 generator = torch.Generator().manual_seed(3)
-reference = [rows.tolist() for rows in DataLoader(range({count}), batch_size=2, shuffle=True, generator=generator)]
+here = DataLoader(range({count}), batch_size=2, shuffle=True, generator=generator)
+reference = [rows.tolist() for rows in here]
 """
 
 
@@ -118,7 +123,7 @@ def _two_data_nodes_serve(book: Notebook) -> None:
 
 
 def _exactly_once(book: Notebook) -> None:
-    """Both ranks have got what the notebook's own loader yields, in its order, and each row once."""
+    """Both ranks get what the notebook's own loader yields, in its order, each row once."""
     book.good(_EXPECTED.format(count=_SLOW_ROWS))
     assert book.value(f"sorted(seen[0] + seen[1]) == list(range({_SLOW_ROWS}))") == "True"
     shares = "[[row for batch in reference[rank::2] for row in batch] for rank in range(2)]"
@@ -126,7 +131,10 @@ def _exactly_once(book: Notebook) -> None:
 
 
 def test_two_data_nodes_deliver_as_this_machine_does(cluster: RayCluster, book: Notebook) -> None:
-    """The same rows, augmented by the same random numbers, in the same order; the same model; the data processes' log."""
+    """The same rows in the same order with the same random numbers, and the same model.
+
+    The data processes' log is there.
+    """
     book.good("loader = fresh(240)")
     there = book.good(_TRAIN + "\nprint('from there')\n", 400)
     book.good("away = seen, weights, loader.generator.get_state()")
@@ -145,7 +153,10 @@ def test_two_data_nodes_deliver_as_this_machine_does(cluster: RayCluster, book: 
 
 
 def test_a_data_node_killed_in_an_epoch(cluster: RayCluster, book: Notebook) -> None:
-    """It is named, the other one goes on, nothing is lost or doubled; the next run has two again."""
+    """It is named, the other one goes on, nothing is lost or doubled.
+
+    The next run has two again.
+    """
     book.good(f"loader = fresh({_SLOW_ROWS})")
     book.start(_SLOW.format(vms=2, name="killed"))
     book.wait_for("got 8\n", 240)
@@ -165,7 +176,10 @@ def test_a_data_node_killed_in_an_epoch(cluster: RayCluster, book: Notebook) -> 
 def test_another_data_node_joins_in_place_of_one_that_is_cut_off(
     cluster: RayCluster, book: Notebook
 ) -> None:
-    """The only data VM is out of reach: it ends by itself, and Ray gives another node, for which the ranks wait."""
+    """The only data VM is out of reach.
+
+    It ends by itself, and Ray gives another node, for which the ranks wait.
+    """
     book.good(f"loader = fresh({_SLOW_ROWS})")
     book.start(_SLOW.format(vms=1, name="alone"))
     book.wait_for("got 8\n", 240)

@@ -21,8 +21,13 @@ class Vm:
 def given(**bundle):
     group = placement_group([bundle])
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    amounts = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "resources": {"there": 1}}
-    return ray.get(ray.remote(Vm).options(**amounts, scheduling_strategy=place).remote().given.remote())
+    vm = ray.remote(Vm).options(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        resources={"there": 1},
+        scheduling_strategy=place,
+    )
+    return ray.get(vm.remote().given.remote())
 
 ray.cloudpickle.register_pickle_by_value(ray_vm)
 ray.init(address="auto", log_to_driver=False)
@@ -35,7 +40,7 @@ print(json.dumps([given(CPU=1, there=1), given(GPU=2, there=1)]))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ray_sets_it", [True, False])
 def test_a_bundle_without_gpus_has_none(cluster: RayCluster, ray_sets_it: bool) -> None:
-    """Whatever CUDA_VISIBLE_DEVICES is on the node (Slurm sets it), and whether or not Ray sets it for its actors."""
+    """Whatever CUDA_VISIBLE_DEVICES is on the node, and whether or not Ray sets it."""
     node = cluster.nodes[1]
     node.resources["there"] = 2
     node.environ["CUDA_VISIBLE_DEVICES"] = "4,15"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import block
 from notebook_harness import Notebook
 from torch.utils.data import DataLoader, Dataset
 
@@ -68,8 +69,11 @@ CELLS = {
     "a loop": ([IN_A_LOOP], ["fit", "test"]),
     "a loop that is run again": ([IN_A_LOOP, IN_A_LOOP], ["fit", "test"]),
     "a loop without names": ([IN_A_LOOP.replace(", name=name", "")], ["loader_0", "train"]),
-    "one beside it": (["other = DataLoader([5]); taas.register(other);", MAKE, MAKE], ["other", "train"]),
-}  # fmt: skip
+    "one beside it": (
+        ["other = DataLoader([5]); taas.register(other);", MAKE, MAKE],
+        ["other", "train"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -111,7 +115,10 @@ def test_registering_twice_is_an_error() -> None:
 def test_a_name_that_cannot_be_used_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: Any, said: str
 ) -> None:
-    """Of two loaders of one name a run would wait for ever; a second loader is no name of the first."""
+    """Of two loaders of one name a run would wait for ever.
+
+    A second loader is no name of the first.
+    """
     train, valid = DataLoader(Plain()), DataLoader(Plain())
     monkeypatch.setattr(sys.modules["__main__"], "train", train, raising=False)
     registry.register(train)
@@ -187,7 +194,10 @@ def arrived(**names: Any) -> dict[str, Any]:
 
 
 def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
-    """Only while a cell with data workers is captured; its dataset stays the object the other names hold."""
+    """Only while a cell with data workers is captured.
+
+    Its dataset stays the object the other names hold.
+    """
     dataset = Plain()
     loader = DataLoader(dataset, batch_size=2, shuffle=True)
     assert reduce_registered(loader) is None
@@ -207,14 +217,19 @@ def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
 def test_names_that_the_cell_binds_are_for_data_processes_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank gets no last run's value under such a name; the loader's code finds it in a data process."""
+    """A rank gets no last run's value under such a name.
+
+    The loader's code finds it in a data process.
+    """
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     names = vars(main)
-    code = (
-        "def collate(samples): return offset * factor()\ndef factor(): return 2\noffset ="
-        " [3]\nmodel = [4]"
-    )
+    code = block("""
+        def collate(samples): return offset * factor()
+        def factor(): return 2
+        offset = [3]
+        model = [4]
+    """)
     exec(code, names)  # a notebook's cell
     loader = names["loader"] = DataLoader(Plain(), collate_fn=names["collate"])
     cell = "offset = [5]\ndef factor(): return 0\nmodel = [6]\nloader"
@@ -234,7 +249,10 @@ def test_names_that_the_cell_binds_are_for_data_processes_alone(
 
 
 def test_wrappers_that_would_shard_again_find_it_done() -> None:
-    """accelerate passes it through; its sampler is distributed already, and yields no indices here."""
+    """accelerate passes it through.
+
+    Its sampler is distributed already, and yields no indices here.
+    """
     accelerate = pytest.importorskip("accelerate", reason="pip install jupyter-taas[gallery]")
     delivered = arrived(loader=DataLoader(Plain(), batch_size=2))["loader"]
     assert accelerate.Accelerator(cpu=True).prepare(delivered) is delivered

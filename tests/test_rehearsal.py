@@ -35,7 +35,10 @@ def programs(module: str) -> list[str]:
 
 
 def _verdicts(module: str, names: list[str]) -> dict[str, str]:
-    """Run a file's programs in this rank, one after another; returns ``"ok"`` of each, or its traceback."""
+    """Run a file's programs in this rank, one after another.
+
+    Returns ``"ok"`` of each, or its traceback.
+    """
     loaded, found = importlib.import_module(module), {}
     for name in names:
         try:
@@ -98,7 +101,7 @@ def test_line_of_the_table(number: int, of_the_table: dict[str, str]) -> None:
 
 
 def test_table_is_read_whole() -> None:
-    """Every line of the table was understood, and at least twenty of its calls are from tutorials."""
+    """Every line of the table is understood; at least twenty calls are from tutorials."""
     text = rehearsal_table.DOCUMENT.read_text().split("## Calls")[1].split("\n## ")[0]
     assert len(LINES) == sum(line.startswith("| `") for line in text.splitlines())
     assert sum("torch.cuda" in line.code and bool(line.seen_in) for line in LINES) >= 20

@@ -1,4 +1,4 @@
-"""``--max-restarts``: a run that lost a rank or a VM starts again, and its own checkpoint is how it goes on."""
+"""``--max-restarts``: a run that lost a rank or VM starts again, and uses its own checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from pathlib import Path
 dist.init_process_group()
 restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 step = torch.load("{ckpt}") if Path("{ckpt}").exists() else 0
-print(f"start {{restart}} of {{os.environ['TORCHELASTIC_MAX_RESTARTS']}} from step {{step}}", flush=True)
+most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+print(f"start {{restart}} of {{most}} from step {{step}}", flush=True)
 while step < 6:
     one = torch.ones(1)
     dist.all_reduce(one)

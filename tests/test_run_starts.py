@@ -1,4 +1,7 @@
-"""When the ranks of a run are started, and on what: a run and VMs of a cluster, without their processes."""
+"""When the ranks of a run are started, and on what.
+
+A run and VMs of a cluster, without their processes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def _submit(
 
 
 class Beginning:
-    """A run of two VMs with two ranks each, and what is written down of it; ``told`` is what VMs were told, with their keys."""
+    """A run of two VMs with two ranks each, and what is written down of it.
+
+    ``told`` is what VMs were told, with their keys.
+    """
 
     def __init__(
         self,
@@ -178,7 +184,10 @@ def test_a_vm_without_the_gpus_it_was_said_to_have(
 def test_the_first_to_fail_is_found_whatever_clocks_say(
     begin: Callable[..., Beginning], ahead: float, first: int, outcome: str
 ) -> None:
-    """The second VM's clock is wrong by a minute; who died is to blame for what others raise just before that is seen."""
+    """The second VM's clock is wrong by a minute.
+
+    Who died is to blame for what others raise just before that is seen.
+    """
     begun = begin()
     _all_come(begun, (), ())
 
@@ -217,7 +226,9 @@ FOREIGN: list[tuple[int, JobSays]] = [
 
 
 def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Beginning]) -> None:
-    """What the second VM says of the first one's ranks, or of data processes, changes nothing: names are rank 0's.
+    """What the second VM says of the first one's ranks, or of data processes, changes nothing.
+
+    Names are rank 0's.
 
     Another rank of its VM may name a memory: nobody opens it.
     """

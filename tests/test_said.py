@@ -1,4 +1,7 @@
-"""What is said where something is odd: the fact, the cause and the next step, never a bare error of Python's."""
+"""What is said where something is odd.
+
+The fact, the cause and the next step, never a bare error of Python's.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +201,9 @@ def test_a_folder_of_ours_whose_name_is_not_utf8(alone: Path, variable: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [4, 6, 8, 12, 0])
 def test_a_disk_without_inodes(alone: Path, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the run it is said, and nothing starts; where others take them meanwhile, supervisor, agent or rank say it.
+    """Before the run it is said, and nothing starts.
+
+    Where others take them meanwhile, supervisor, agent or rank say it.
 
     Packing a name takes all inodes but a few, after it was looked whether there are enough.
     """
@@ -260,7 +265,10 @@ if "taas.supervisor" in sys.orig_argv:
 def test_a_supervisor_that_breaks_down_is_not_said_to_be_killed(
     alone: Path, tmp_path: Path
 ) -> None:
-    """The cell and the history name its error and its log; the out-of-memory killer is not suspected."""
+    """The cell and the history name its error and its log.
+
+    The out-of-memory killer is not suspected.
+    """
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(_BREAKS.format(folder=site))

@@ -1,4 +1,4 @@
-"""A training that goes on in the next headed cell trains what one torchrun program with both trains.
+"""A training over two headed cells trains what one torchrun program with both trains.
 
 Or a line, or a refusal, says why not. The programs are cells of a notebook in a real kernel; all of
 them together, without their headers, are the script that torchrun runs in two processes.
@@ -11,9 +11,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 pytestmark = pytest.mark.slow
@@ -121,56 +122,137 @@ SHARE = "rank 0's share of 2: in the notebook "
 
 PLAIN_PROGRAMS = {
     "a sampler and a loader": [
-        TWO + NET + "sampler = DistributedSampler(data, shuffle=False)\n"
-        "loader = DataLoader(data, batch_size=2, sampler=sampler)\n"
-        "figures(epoch(net, opt, loader))",
-        TWO + AGAIN + "sampler.set_epoch(1)\nfigures(sampler.rank, epoch(net, opt, loader))",
+        block(
+            TWO,
+            NET,
+            """
+                sampler = DistributedSampler(data, shuffle=False)
+                loader = DataLoader(data, batch_size=2, sampler=sampler)
+                figures(epoch(net, opt, loader))
+            """,
+        ),
+        block(
+            TWO,
+            AGAIN,
+            """
+                sampler.set_epoch(1)
+                figures(sampler.rank, epoch(net, opt, loader))
+            """,
+        ),
     ],
     "loaders in a dict, and a scheduler": [
-        TWO + NET + "def divided(rows):\n"
-        "    return DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows, seed=3))\n"
-        "loaders = {'train': divided(data), 'valid': divided(TensorDataset(x[:8], x[:8]))}\n"
-        "schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)\n"
-        "figures(epoch(net, opt, loaders['train']))\nschedule.step()",
-        TWO + AGAIN + "loaders['train'].sampler.set_epoch(1)\n"
-        "figures(epoch(net, opt, loaders['train']), len(loaders['valid']), schedule.get_last_lr())",
+        block(
+            TWO,
+            NET,
+            """
+                def divided(rows):
+                    return DataLoader(
+                        rows, batch_size=2, sampler=DistributedSampler(rows, seed=3)
+                    )
+
+                loaders = {
+                    "train": divided(data),
+                    "valid": divided(TensorDataset(x[:8], x[:8])),
+                }
+                schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+                figures(epoch(net, opt, loaders["train"]))
+                schedule.step()
+            """,
+        ),
+        block(
+            TWO,
+            AGAIN,
+            """
+                loaders["train"].sampler.set_epoch(1)
+                figures(
+                    epoch(net, opt, loaders["train"]),
+                    len(loaders["valid"]),
+                    schedule.get_last_lr(),
+                )
+            """,
+        ),
     ],
     "a sampler of the notebook's": [
-        "class Every(Sampler):\n"
-        "    def __init__(self, rows, rank, world_size):\n"
-        "        self.rows, self.rank, self.world_size = rows, rank, world_size\n"
-        "    def __iter__(self):\n"
-        "        return iter(range(self.rank, len(self.rows), self.world_size))\n"
-        "    def __len__(self):\n"
-        "        return len(self.rows) // self.world_size",
-        TWO + NET + "sampler = Every(data, dist.get_rank(), dist.get_world_size())\n"
-        "loader = DataLoader(data, batch_size=2, sampler=sampler)\n"
-        "figures(epoch(net, opt, loader))",
-        TWO + AGAIN + "figures(epoch(net, opt, loader))",
+        """
+            class Every(Sampler):
+                def __init__(self, rows, rank, world_size):
+                    self.rows, self.rank, self.world_size = rows, rank, world_size
+
+                def __iter__(self):
+                    return iter(range(self.rank, len(self.rows), self.world_size))
+
+                def __len__(self):
+                    return len(self.rows) // self.world_size
+        """,
+        block(
+            TWO,
+            NET,
+            """
+                sampler = Every(data, dist.get_rank(), dist.get_world_size())
+                loader = DataLoader(data, batch_size=2, sampler=sampler)
+                figures(epoch(net, opt, loader))
+            """,
+        ),
+        block(
+            TWO,
+            AGAIN,
+            "figures(epoch(net, opt, loader))",
+        ),
     ],
     "an iterable dataset that knows its rank": [
-        "class Stream(IterableDataset):\n"
-        "    def __init__(self, rank, world_size):\n"
-        "        self._rank, self._world_size = rank, world_size\n"
-        "    def __iter__(self):\n"
-        "        return (data[i] for i in range(self._rank, 16, self._world_size))",
-        TWO + NET + "loader = DataLoader(Stream(dist.get_rank(), dist.get_world_size()), batch_size=2)\n"
-        "figures(epoch(net, opt, loader))",
-        TWO + AGAIN + "figures(epoch(net, opt, loader))",
+        """
+            class Stream(IterableDataset):
+                def __init__(self, rank, world_size):
+                    self._rank, self._world_size = rank, world_size
+
+                def __iter__(self):
+                    return (data[i] for i in range(self._rank, 16, self._world_size))
+        """,
+        block(
+            TWO,
+            NET,
+            """
+                loader = DataLoader(
+                    Stream(dist.get_rank(), dist.get_world_size()), batch_size=2
+                )
+                figures(epoch(net, opt, loader))
+            """,
+        ),
+        block(
+            TWO,
+            AGAIN,
+            "figures(epoch(net, opt, loader))",
+        ),
     ],
     "arguments that note the rank": [
-        "import argparse\nargs = argparse.Namespace(rank=-1, world_size=-1, batch=2)",
-        TWO + NET + "args.rank, args.world_size = dist.get_rank(), dist.get_world_size()\n"
-        "figures(epoch(net, opt, [data[args.rank::args.world_size]]))",
-        TWO + AGAIN + "figures(epoch(net, opt, [data[args.rank::args.world_size]]))",
+        """
+            import argparse
+            args = argparse.Namespace(rank=-1, world_size=-1, batch=2)
+        """,
+        block(
+            TWO,
+            NET,
+            """
+                args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+                figures(epoch(net, opt, [data[args.rank :: args.world_size]]))
+            """,
+        ),
+        block(
+            TWO,
+            AGAIN,
+            "figures(epoch(net, opt, [data[args.rank :: args.world_size]]))",
+        ),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLAIN_PROGRAMS)
 def test_a_training_goes_on_in_the_next_cell(name: str, notebook: Notebook, tmp_path: Path) -> None:
-    """What divides data is each rank's own in the next cell, too; nothing is said, as the cell wraps again."""
-    cells = [IMPORTS, *PLAIN_PROGRAMS[name]]
+    """What divides data is each rank's own in the next cell, too.
+
+    Nothing is said, as the cell wraps again.
+    """
+    cells = [IMPORTS, *map(block, PLAIN_PROGRAMS[name])]
     ran = [notebook.good(cell) for cell in cells]
     lines = [line for one in ran for line in one.stdout.splitlines() if line.startswith("taas:")]
     assert not [line for line in lines if SHARE not in line]
@@ -223,12 +305,14 @@ GO_ON = (
     + """
 net = accelerator.prepare(net)
 figures(steps(accelerator, net, opt, loader, schedule), opt.param_groups[0]["lr"])
-figures(accelerator.process_index, accelerator.num_processes, str(accelerator.device), accelerator.mixed_precision)
+figures(accelerator.process_index, accelerator.num_processes)
+figures(str(accelerator.device), accelerator.mixed_precision)
 """
 )
 HUGGING_FACE = """
 import json, os, sys, torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import BertConfig, BertForSequenceClassification
+from transformers import Trainer, TrainingArguments, set_seed
 
 def figures(*values):
     print("figures", json.dumps(values))
@@ -238,7 +322,8 @@ class Rows(torch.utils.data.Dataset):
         return 24
     def __getitem__(self, i):
         ids = torch.randint(5, 50, (8,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "attention_mask": torch.ones(8, dtype=torch.long), "labels": int(ids.sum() % 2)}
+        mask = torch.ones(8, dtype=torch.long)
+        return {"input_ids": ids, "attention_mask": mask, "labels": int(ids.sum() % 2)}
 
 data = Rows()
 
@@ -247,13 +332,25 @@ def losses(trainer):
 """
 MODEL = """
 set_seed(3)
-small = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-model = BertForSequenceClassification(
-    BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+config = BertConfig(
+    vocab_size=50,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=16,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
 )
+model = BertForSequenceClassification(config)
 args = TrainingArguments(
-    "out", per_device_train_batch_size=2, num_train_epochs=1, learning_rate=1e-2, logging_steps=1, report_to=[],
-    save_strategy="epoch", disable_tqdm=True,
+    "out",
+    per_device_train_batch_size=2,
+    num_train_epochs=1,
+    learning_rate=1e-2,
+    logging_steps=1,
+    report_to=[],
+    save_strategy="epoch",
+    disable_tqdm=True,
 )
 trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data)
 """
@@ -294,81 +391,238 @@ kinds = (rows.sum(1) > 2).astype("int64")
 FIT = """
 torch.manual_seed(0)
 net = Net(
-    Two, accelerator=Accelerator(), max_epochs=2, lr=0.5, batch_size=4, train_split=None, verbose=0,
+    Two,
+    accelerator=Accelerator(),
+    max_epochs=2,
+    lr=0.5,
+    batch_size=4,
+    train_split=None,
+    verbose=0,
     unwrap_after_train={unwraps},
 )
 net.fit(rows, kinds)
 figures(net.history[:, "train_loss"])
 """
-FIT_ON = (
-    TWO + 'net.partial_fit(rows, kinds)\nfigures(net.history[:, "train_loss"],'
-    " net.accelerator.process_index)"
+FIT_ON = block(
+    TWO,
+    """
+    net.partial_fit(rows, kinds)
+    figures(net.history[:, "train_loss"], net.accelerator.process_index)
+    """,
 )
 
+
+class Library(NamedTuple):
+    """A training by a library, in cells: those with a header have two ranks."""
+
+    packages: tuple[str, ...]
+    cells: list[str]
+
+
 LIBRARIES = {
-    "accelerate": (("accelerate",), [
-        ACCELERATE,
-        TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2, shuffle=True)" + PREPARE,
-        GO_ON,
-        GO_ON,
-    ]),
-    "accelerate, without prepare again": (("accelerate",), [
-        ACCELERATE,
-        TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2, shuffle=True)" + PREPARE,
-        GO_ON_AS_IT_IS,
-        GO_ON_AS_IT_IS,
-    ]),
-    "accelerate, half precision, without prepare again": (("accelerate",), [
-        ACCELERATE,
-        TWO + "accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=2)\n"
-        "loader = DataLoader(data, batch_size=2)" + PREPARE,
-        GO_ON_AS_IT_IS,
-    ]),
-    "accelerate, half precision, two steps at once": (("accelerate",), [
-        ACCELERATE,
-        TWO + "accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=2)\n"
-        "loader = DataLoader(data, batch_size=2)" + PREPARE,
-        GO_ON,
-    ]),
-    "accelerate, a stream that rank 0 hands out": (("accelerate",), [
-        ACCELERATE,
-        TWO + "accelerator = Accelerator()\nloader = DataLoader(Rows(), batch_size=2)" + PREPARE,
-        GO_ON,
-    ]),
-    "accelerate, a stream that each divides": (("accelerate",), [
-        ACCELERATE,
-        TWO + "accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))\n"
-        "loader = DataLoader(Rows(), batch_size=2)" + PREPARE,
-        GO_ON,
-    ]),
-    "accelerate, made one cell earlier": (("accelerate",), [
-        ACCELERATE + "accelerator = Accelerator(mixed_precision='bf16')\n"
-        "loader = DataLoader(data, batch_size=2, shuffle=True)",
-        TWO + PREPARE,
-        GO_ON,
-    ]),
-    "a Trainer trains, trains on, evaluates": (("transformers", "accelerate"), [
-        HUGGING_FACE, TWO + MODEL + TRAIN, TWO + TRAIN, TWO + EVALUATE,
-    ]),
-    "a Trainer made one cell earlier": (("transformers", "accelerate"), [
-        HUGGING_FACE + MODEL, TWO + TRAIN + "figures(args.world_size, args.process_index, args.should_save)", TWO + EVALUATE,
-    ]),
-    "a Fabric": (("lightning",), [
-        IMPORTS + FABRIC,
-        TWO + "fabric = Fabric(accelerator='cuda', devices=2, strategy='ddp')\nfabric.launch()\n"
-        "torch.manual_seed(0)\nnet = nn.Linear(1, 1)\n"
-        "net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
-        "loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))\n"
-        "figures(steps(fabric, net, opt, loader))",
-        TWO + "figures(steps(fabric, net, opt, loader), fabric.global_rank, fabric.world_size)",
-    ]),
-    "skorch": (("skorch", "accelerate"), [
-        IMPORTS + SKORCH, TWO + FIT.format(unwraps=True), FIT_ON,
-    ]),
-    "skorch, wrapped for good": (("skorch", "accelerate"), [
-        IMPORTS + SKORCH, TWO + FIT.format(unwraps=False), FIT_ON, FIT_ON,
-    ]),
-}  # fmt: skip
+    "accelerate": Library(
+        packages=("accelerate",),
+        cells=[
+            ACCELERATE,
+            block(
+                TWO,
+                """
+                    accelerator = Accelerator()
+                    loader = DataLoader(data, batch_size=2, shuffle=True)
+                """,
+                PREPARE,
+            ),
+            GO_ON,
+            GO_ON,
+        ],
+    ),
+    "accelerate, without prepare again": Library(
+        packages=("accelerate",),
+        cells=[
+            ACCELERATE,
+            block(
+                TWO,
+                """
+                    accelerator = Accelerator()
+                    loader = DataLoader(data, batch_size=2, shuffle=True)
+                """,
+                PREPARE,
+            ),
+            GO_ON_AS_IT_IS,
+            GO_ON_AS_IT_IS,
+        ],
+    ),
+    "accelerate, half precision, without prepare again": Library(
+        packages=("accelerate",),
+        cells=[
+            ACCELERATE,
+            block(
+                TWO,
+                """
+                    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+                    loader = DataLoader(data, batch_size=2)
+                """,
+                PREPARE,
+            ),
+            GO_ON_AS_IT_IS,
+        ],
+    ),
+    "accelerate, half precision, two steps at once": Library(
+        packages=("accelerate",),
+        cells=[
+            ACCELERATE,
+            block(
+                TWO,
+                """
+                    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+                    loader = DataLoader(data, batch_size=2)
+                """,
+                PREPARE,
+            ),
+            GO_ON,
+        ],
+    ),
+    "accelerate, a stream that rank 0 hands out": Library(
+        packages=("accelerate",),
+        cells=[
+            ACCELERATE,
+            block(
+                TWO,
+                """
+                    accelerator = Accelerator()
+                    loader = DataLoader(Rows(), batch_size=2)
+                """,
+                PREPARE,
+            ),
+            GO_ON,
+        ],
+    ),
+    "accelerate, a stream that each divides": Library(
+        packages=("accelerate",),
+        cells=[
+            ACCELERATE,
+            block(
+                TWO,
+                """
+                    accelerator = Accelerator(
+                        dataloader_config=DataLoaderConfiguration(dispatch_batches=False)
+                    )
+                    loader = DataLoader(Rows(), batch_size=2)
+                """,
+                PREPARE,
+            ),
+            GO_ON,
+        ],
+    ),
+    "accelerate, made one cell earlier": Library(
+        packages=("accelerate",),
+        cells=[
+            block(
+                ACCELERATE,
+                """
+                    accelerator = Accelerator(mixed_precision="bf16")
+                    loader = DataLoader(data, batch_size=2, shuffle=True)
+                """,
+            ),
+            block(
+                TWO,
+                PREPARE,
+            ),
+            GO_ON,
+        ],
+    ),
+    "a Trainer trains, trains on, evaluates": Library(
+        packages=("transformers", "accelerate"),
+        cells=[
+            HUGGING_FACE,
+            block(
+                TWO,
+                MODEL,
+                TRAIN,
+            ),
+            block(
+                TWO,
+                TRAIN,
+            ),
+            block(
+                TWO,
+                EVALUATE,
+            ),
+        ],
+    ),
+    "a Trainer made one cell earlier": Library(
+        packages=("transformers", "accelerate"),
+        cells=[
+            block(
+                HUGGING_FACE,
+                MODEL,
+            ),
+            block(
+                TWO,
+                TRAIN,
+                "figures(args.world_size, args.process_index, args.should_save)",
+            ),
+            block(
+                TWO,
+                EVALUATE,
+            ),
+        ],
+    ),
+    "a Fabric": Library(
+        packages=("lightning",),
+        cells=[
+            block(
+                IMPORTS,
+                FABRIC,
+            ),
+            block(
+                TWO,
+                """
+                    fabric = Fabric(accelerator="cuda", devices=2, strategy="ddp")
+                    fabric.launch()
+                    torch.manual_seed(0)
+                    net = nn.Linear(1, 1)
+                    net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+                    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
+                    figures(steps(fabric, net, opt, loader))
+                """,
+            ),
+            block(
+                TWO,
+                "figures(steps(fabric, net, opt, loader), fabric.global_rank, fabric.world_size)",
+            ),
+        ],
+    ),
+    "skorch": Library(
+        packages=("skorch", "accelerate"),
+        cells=[
+            block(
+                IMPORTS,
+                SKORCH,
+            ),
+            block(
+                TWO,
+                FIT.format(unwraps=True),
+            ),
+            FIT_ON,
+        ],
+    ),
+    "skorch, wrapped for good": Library(
+        packages=("skorch", "accelerate"),
+        cells=[
+            block(
+                IMPORTS,
+                SKORCH,
+            ),
+            block(
+                TWO,
+                FIT.format(unwraps=False),
+            ),
+            FIT_ON,
+            FIT_ON,
+        ],
+    ),
+}
 
 
 @pytest.fixture
@@ -386,13 +640,13 @@ def fresh(tmp_path: Path) -> Any:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs(*row[0])) for name, row in LIBRARIES.items()]
+    "name", [pytest.param(name, marks=needs(*row.packages)) for name, row in LIBRARIES.items()]
 )
 def test_a_librarys_training_goes_on_in_the_next_cell(
     name: str, fresh: Notebook, tmp_path: Path
 ) -> None:
-    """Its objects know the rank they are in, wherever they were made, and are wrapped as they were."""
-    cells = LIBRARIES[name][1]
+    """Its objects know the rank they are in, and are wrapped as they were."""
+    cells = [block(cell) for cell in LIBRARIES[name].cells]
     ran = [fresh.good(cell, seconds=280) for cell in cells]
     assert not [one.stdout for one in ran if "without its" in one.stdout]
     found = [numbers for one in ran for numbers in figures_of(one.stdout)]
@@ -401,9 +655,13 @@ def test_a_librarys_training_goes_on_in_the_next_cell(
 
 # ---------------------------------------------------------------- what is said before a cell starts
 
-MAKE = (
-    TWO + NET + "sampler = DistributedSampler(data)\nloader = DataLoader(data, batch_size=2,"
-    " sampler=sampler)\n"
+MAKE = block(
+    TWO,
+    NET,
+    """
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    """,
 )
 WITHOUT = (
     "came back without its DistributedDataParallel: wrap it again in this cell, or use --keep."
@@ -419,61 +677,393 @@ class Trainer:
         return self.net(x).sum().item()
 """
 
+
+class Line(NamedTuple):
+    """Earlier cells, one that uses what they left, and the line that is said before it starts."""
+
+    earlier: list[str]
+    cell: str
+    line: str
+
+
 LINES = {
-    "a model under its name": ([MAKE], USE + "net(x)", "net " + WITHOUT),
-    "a model in a dict": ([MAKE + "models = {'a': [net]}\ndel net"], USE + "models", "models['a'][0] " + WITHOUT),
-    "a model in an object of the notebook's": (
-        [HOLDER, MAKE + "mine = Trainer(nn.Linear(1, 1))"], USE + "mine.step()", "mine " + WITHOUT,
+    "a model under its name": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            "net(x)",
+        ),
+        line="net " + WITHOUT,
     ),
-    "a model in a function": ([MAKE + "def again():\n    return net(x)"], USE + "again()", "net " + WITHOUT),
-    "another module is wrapped": ([MAKE], USE + "DDP(nn.Linear(2, 1))\nnet(x)", "net " + WITHOUT),
-    "another module of a list is wrapped": (
-        [MAKE + "others = [nn.Linear(1, 1)]"], USE + "for one in others:\n    DDP(one)\nnet(x)", "net " + WITHOUT,
+    "a model in a dict": Line(
+        earlier=[
+            block(
+                MAKE,
+                """
+                    models = {"a": [net]}
+                    del net
+                """,
+            ),
+        ],
+        cell=block(
+            USE,
+            "models",
+        ),
+        line="models['a'][0] " + WITHOUT,
     ),
-    "wrapped by way of a list": ([MAKE], USE + "nets = []\nnets.append(net)\nDDP(nets[0])(x)\nnet", ""),
-    "wrapped as a function of the notebook's returns it": (
-        [MAKE + "def own():\n    return net"], USE + "DDP(own())(x)\nnet", "",
+    "a model in an object of the notebook's": Line(
+        earlier=[
+            HOLDER,
+            block(
+                MAKE,
+                "mine = Trainer(nn.Linear(1, 1))",
+            ),
+        ],
+        cell=block(
+            USE,
+            "mine.step()",
+        ),
+        line="mine " + WITHOUT,
     ),
-    "wrapped by what holds it": ([MAKE + "models = {'a': net}"], USE + "DDP(models['a'])(x)\nnet", ""),
-    "wrapped again": ([MAKE], USE + "net = DDP(net)\nnet(x)", ""),
-    "wrapped by another name": (["Parallel = DDP", MAKE], USE + "net = Parallel(net)\nnet(x)", ""),
-    "wrapped by a function of the notebook's": (
-        ["def wrapped(model):\n    return nn.parallel.DistributedDataParallel(model)", MAKE], USE + "wrapped(net)(x)", "",
+    "a model in a function": Line(
+        earlier=[
+            block(
+                MAKE,
+                """
+                    def again():
+                        return net(x)
+                """,
+            ),
+        ],
+        cell=block(
+            USE,
+            "again()",
+        ),
+        line="net " + WITHOUT,
     ),
-    "wrapped by a function of the project's": (["import wrapping", MAKE], USE + "wrapping.wrapped(net)(x)", ""),
-    "bound before it is read": ([MAKE], USE + "net = nn.Linear(1, 1)\nnet(x)", ""),
-    "another model under its name": ([MAKE, "net = nn.Linear(1, 1)"], USE + "net(x)", ""),
-    "one process": ([MAKE], "#pragma taas --gpus 1\nnet(x)", ""),
-    "a loader of fewer ranks": (
-        [MAKE], THREE + "meet()\nlen(loader)", "loader is rank 0's share of 2, and this cell has 3 ranks: make it in this cell.",
+    "another module is wrapped": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            """
+                DDP(nn.Linear(2, 1))
+                net(x)
+            """,
+        ),
+        line="net " + WITHOUT,
     ),
-    "a loader, and its sampler, in one process": (
-        [MAKE], "#pragma taas --gpus 1\nlen(loader), len(sampler)",
-        "loader, sampler are rank 0's share of 2, and this cell has one process: make them in this cell.",
+    "another module of a list is wrapped": Line(
+        earlier=[
+            block(
+                MAKE,
+                "others = [nn.Linear(1, 1)]",
+            ),
+        ],
+        cell=block(
+            USE,
+            """
+                for one in others:
+                    DDP(one)
+                net(x)
+            """,
+        ),
+        line="net " + WITHOUT,
     ),
-    "the rank": ([MAKE + "rank = dist.get_rank()"], USE + "rank == 0", "rank: rank 0's, in every rank."),
-    "a device, and what says who is the first": (
-        [MAKE + "rank = dist.get_rank()\ndevice = torch.device('cuda', rank)\nfirst = rank == 0"],
-        USE + "if first:\n    print(device)", "device, first: rank 0's, in every rank.",
+    "wrapped by way of a list": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            """
+                nets = []
+                nets.append(net)
+                DDP(nets[0])(x)
+                net
+            """,
+        ),
+        line="",
     ),
-    "a device that an object says": (
-        [MAKE + "class Place:\n    device = torch.device('cuda', dist.get_rank())\ndevice = Place.device\nkind = torch.device"],
-        USE + "print(device, kind)", "device: rank 0's, in every rank.",
+    "wrapped as a function of the notebook's returns it": Line(
+        earlier=[
+            block(
+                MAKE,
+                """
+                    def own():
+                        return net
+                """,
+            ),
+        ],
+        cell=block(
+            USE,
+            """
+                DDP(own())(x)
+                net
+            """,
+        ),
+        line="",
     ),
-    "files that the rank chose": (
-        ["files = [*'abcd']", MAKE + "mine = files[int(os.environ['RANK']) :: 2]"], USE + "print(mine)",
-        "mine: rank 0's, in every rank.",
+    "wrapped by what holds it": Line(
+        earlier=[
+            block(
+                MAKE,
+                'models = {"a": net}',
+            ),
+        ],
+        cell=block(
+            USE,
+            """
+                DDP(models["a"])(x)
+                net
+            """,
+        ),
+        line="",
     ),
-    "data that the rank chose": (
-        [MAKE + "own = DataLoader(torch.utils.data.Subset(data, range(dist.get_rank(), 16, 2)))"], USE + "len(own)",
-        "own: rank 0's, in every rank.",
+    "wrapped again": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            """
+                net = DDP(net)
+                net(x)
+            """,
+        ),
+        line="",
     ),
-    "a rank that the notebook has bound since": ([MAKE + "rank = dist.get_rank()", "rank = 0"], USE + "rank == 0", ""),
-    "a rank that the cell reads anew": ([MAKE + "rank = dist.get_rank()"], USE + "rank = dist.get_rank()\nrank", ""),
-    "losses that a function with the rank returned": (
-        [MAKE + "def lossy(rank):\n    return [0.5]\nrank = dist.get_rank()\nlosses = lossy(rank)"], USE + "losses", "",
+    "wrapped by another name": Line(
+        earlier=[
+            "Parallel = DDP",
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            """
+                net = Parallel(net)
+                net(x)
+            """,
+        ),
+        line="",
     ),
-}  # fmt: skip
+    "wrapped by a function of the notebook's": Line(
+        earlier=[
+            """
+                def wrapped(model):
+                    return nn.parallel.DistributedDataParallel(model)
+            """,
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            "wrapped(net)(x)",
+        ),
+        line="",
+    ),
+    "wrapped by a function of the project's": Line(
+        earlier=[
+            "import wrapping",
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            "wrapping.wrapped(net)(x)",
+        ),
+        line="",
+    ),
+    "bound before it is read": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell=block(
+            USE,
+            """
+                net = nn.Linear(1, 1)
+                net(x)
+            """,
+        ),
+        line="",
+    ),
+    "another model under its name": Line(
+        earlier=[
+            MAKE,
+            "net = nn.Linear(1, 1)",
+        ],
+        cell=block(
+            USE,
+            "net(x)",
+        ),
+        line="",
+    ),
+    "one process": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell="""
+            #pragma taas --gpus 1
+            net(x)
+        """,
+        line="",
+    ),
+    "a loader of fewer ranks": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell=block(
+            THREE,
+            """
+                meet()
+                len(loader)
+            """,
+        ),
+        line="loader is rank 0's share of 2, and this cell has 3 ranks: make it in this cell.",
+    ),
+    "a loader, and its sampler, in one process": Line(
+        earlier=[
+            MAKE,
+        ],
+        cell="""
+            #pragma taas --gpus 1
+            len(loader), len(sampler)
+        """,
+        line=(
+            "loader, sampler are rank 0's share of 2, and this cell has one process: make "
+            "them in this cell."
+        ),
+    ),
+    "the rank": Line(
+        earlier=[
+            block(
+                MAKE,
+                "rank = dist.get_rank()",
+            ),
+        ],
+        cell=block(
+            USE,
+            "rank == 0",
+        ),
+        line="rank: rank 0's, in every rank.",
+    ),
+    "a device, and what says who is the first": Line(
+        earlier=[
+            block(
+                MAKE,
+                """
+                    rank = dist.get_rank()
+                    device = torch.device("cuda", rank)
+                    first = rank == 0
+                """,
+            ),
+        ],
+        cell=block(
+            USE,
+            """
+                if first:
+                    print(device)
+            """,
+        ),
+        line="device, first: rank 0's, in every rank.",
+    ),
+    "a device that an object says": Line(
+        earlier=[
+            block(
+                MAKE,
+                """
+                    class Place:
+                        device = torch.device("cuda", dist.get_rank())
+
+                    device = Place.device
+                    kind = torch.device
+                """,
+            ),
+        ],
+        cell=block(
+            USE,
+            "print(device, kind)",
+        ),
+        line="device: rank 0's, in every rank.",
+    ),
+    "files that the rank chose": Line(
+        earlier=[
+            'files = [*"abcd"]',
+            block(
+                MAKE,
+                'mine = files[int(os.environ["RANK"]) :: 2]',
+            ),
+        ],
+        cell=block(
+            USE,
+            "print(mine)",
+        ),
+        line="mine: rank 0's, in every rank.",
+    ),
+    "data that the rank chose": Line(
+        earlier=[
+            block(
+                MAKE,
+                "own = DataLoader(torch.utils.data.Subset(data, range(dist.get_rank(), 16, 2)))",
+            ),
+        ],
+        cell=block(
+            USE,
+            "len(own)",
+        ),
+        line="own: rank 0's, in every rank.",
+    ),
+    "a rank that the notebook has bound since": Line(
+        earlier=[
+            block(
+                MAKE,
+                "rank = dist.get_rank()",
+            ),
+            "rank = 0",
+        ],
+        cell=block(
+            USE,
+            "rank == 0",
+        ),
+        line="",
+    ),
+    "a rank that the cell reads anew": Line(
+        earlier=[
+            block(
+                MAKE,
+                "rank = dist.get_rank()",
+            ),
+        ],
+        cell=block(
+            USE,
+            """
+                rank = dist.get_rank()
+                rank
+            """,
+        ),
+        line="",
+    ),
+    "losses that a function with the rank returned": Line(
+        earlier=[
+            block(
+                MAKE,
+                """
+                    def lossy(rank):
+                        return [0.5]
+
+                    rank = dist.get_rank()
+                    losses = lossy(rank)
+                """,
+            ),
+        ],
+        cell=block(
+            USE,
+            "losses",
+        ),
+        line="",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -481,12 +1071,16 @@ def test_what_is_rank_0s_is_said_before_the_cell_starts(name: str, notebook: Not
     """A line names it, with what to do; there is none where the cell does that already."""
     earlier, cell, line = LINES[name]
     (notebook.folder / "wrapping.py").write_text(
-        "from torch.nn.parallel import DistributedDataParallel\n\ndef wrapped(net):\n    return"
-        " DistributedDataParallel(net)\n"
+        block("""
+            from torch.nn.parallel import DistributedDataParallel
+
+            def wrapped(net):
+                return DistributedDataParallel(net)
+        """)
     )
     for each in [IMPORTS, *earlier]:
-        notebook.good(each)
-    ran = notebook.run(cell)
+        notebook.good(block(each))
+    ran = notebook.run(block(cell))
     said = [
         one.removeprefix("taas: ") for one in ran.stdout.splitlines() if one.startswith("taas: ")
     ]
@@ -530,72 +1124,161 @@ BY_LIGHTNING = LIGHTNING + "import lightning as L\n" + LIGHTNING_MODEL
 BY_PYTORCH_LIGHTNING = LIGHTNING + "import pytorch_lightning as L\n" + LIGHTNING_MODEL
 LONE = "is a Trainer for one process, and this cell has 2 ranks: "
 
+
+class Refusal(NamedTuple):
+    """Earlier cells, a use of what they left in two ranks, and why it is refused."""
+
+    packages: tuple[str, ...]
+    earlier: list[str]
+    use: str
+    why: str
+
+
 REFUSED = {
-    "a model that accelerate wrapped, in a dict": (
-        ("accelerate",),
-        [
+    "a model that accelerate wrapped, in a dict": Refusal(
+        packages=("accelerate",),
+        earlier=[
             ACCELERATE,
-            TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2)" + PREPARE
-            + "models = {'a': net}\ndel net",
+            block(
+                TWO,
+                """
+                    accelerator = Accelerator()
+                    loader = DataLoader(data, batch_size=2)
+                """,
+                PREPARE,
+                """
+                    models = {"a": net}
+                    del net
+                """,
+            ),
         ],
-        "accelerator.backward(models['a'](x).sum())",
-        "models['a'] came back without its DistributedDataParallel: wrap it again in this cell, or use --keep.",
+        use="accelerator.backward(models['a'](x).sum())",
+        why=(
+            "models['a'] came back without its DistributedDataParallel: wrap it again in "
+            "this cell, or use --keep."
+        ),
     ),
-    "a Trainer of Lightning of a plain cell": (
-        ("lightning",), [BY_LIGHTNING + "trainer = a_trainer()"],
-        "trainer.fit(lit, loader)", f"trainer {LONE}make it in this cell.",
-    ),
-    "a Trainer of pytorch_lightning, ddp_notebook of one device": (
-        ("pytorch_lightning",), [BY_PYTORCH_LIGHTNING + "trainer = a_trainer(strategy='ddp_notebook', accelerator='cpu', devices=1)"],
-        "trainer.fit(lit, loader)", f"trainer {LONE}make it in this cell.",
-    ),
-    "a Trainer in an object": (
-        ("lightning",), [BY_LIGHTNING + "job = Job(a_trainer())"],
-        "job.run()", f"job.trainer {LONE}make it in this cell.",
-    ),
-    "a Trainer of a cell of one rank": (
-        ("lightning",), [BY_LIGHTNING, "#pragma taas --gpus 1\ntrainer = a_trainer()"],
-        "trainer.fit(lit, loader)", f"trainer {LONE}make it in this cell.",
-    ),
-    "a loader that accelerate prepared in a plain cell": (
-        ("accelerate",),
-        [ACCELERATE + "accelerator = Accelerator()\nloader = accelerator.prepare(DataLoader(data))"],
-        "len(loader)",
-        "loader was prepared by accelerate for one process, and this cell has 2 ranks: call prepare again in this cell.",
-    ),
-    "a Fabric of one process": (
-        ("lightning",),
-        [IMPORTS + FABRIC + "fabric = Fabric(accelerator='cpu', devices=1)"],
-        "fabric.global_rank",
-        "fabric is a Fabric for one process, and this cell has 2 ranks: make it in this cell.",
-    ),
-    "a Fabric of another number": (
-        ("lightning",),
-        [IMPORTS + FABRIC, THREE + "fabric = Fabric(accelerator='cuda', devices=3, strategy='ddp')\nfabric.launch()"],
-        "fabric.global_rank",
-        "fabric is a Fabric for 3 processes, and this cell has 2 ranks: make it in this cell.",
-    ),
-    "an Accelerator with a mesh of its own": (
-        ("accelerate",),
-        [
-            ACCELERATE + "from accelerate.utils import ParallelismConfig\n"
-            "accelerator = Accelerator(parallelism_config=ParallelismConfig())",
+    "a Trainer of Lightning of a plain cell": Refusal(
+        packages=("lightning",),
+        earlier=[
+            block(
+                BY_LIGHTNING,
+                "trainer = a_trainer()",
+            ),
         ],
-        "accelerator.process_index",
-        "accelerator has a ParallelismConfig, which is its process's, and this cell has 2 ranks: make it in this cell.",
+        use="trainer.fit(lit, loader)",
+        why=f"trainer {LONE}make it in this cell.",
     ),
-}  # fmt: skip
+    "a Trainer of pytorch_lightning, ddp_notebook of one device": Refusal(
+        packages=("pytorch_lightning",),
+        earlier=[
+            block(
+                BY_PYTORCH_LIGHTNING,
+                'trainer = a_trainer(strategy="ddp_notebook", accelerator="cpu", devices=1)',
+            ),
+        ],
+        use="trainer.fit(lit, loader)",
+        why=f"trainer {LONE}make it in this cell.",
+    ),
+    "a Trainer in an object": Refusal(
+        packages=("lightning",),
+        earlier=[
+            block(
+                BY_LIGHTNING,
+                "job = Job(a_trainer())",
+            ),
+        ],
+        use="job.run()",
+        why=f"job.trainer {LONE}make it in this cell.",
+    ),
+    "a Trainer of a cell of one rank": Refusal(
+        packages=("lightning",),
+        earlier=[
+            BY_LIGHTNING,
+            """
+                #pragma taas --gpus 1
+                trainer = a_trainer()
+            """,
+        ],
+        use="trainer.fit(lit, loader)",
+        why=f"trainer {LONE}make it in this cell.",
+    ),
+    "a loader that accelerate prepared in a plain cell": Refusal(
+        packages=("accelerate",),
+        earlier=[
+            block(
+                ACCELERATE,
+                """
+                    accelerator = Accelerator()
+                    loader = accelerator.prepare(DataLoader(data))
+                """,
+            ),
+        ],
+        use="len(loader)",
+        why=(
+            "loader was prepared by accelerate for one process, and this cell has 2 ranks: "
+            "call prepare again in this cell."
+        ),
+    ),
+    "a Fabric of one process": Refusal(
+        packages=("lightning",),
+        earlier=[
+            block(
+                IMPORTS,
+                FABRIC,
+                'fabric = Fabric(accelerator="cpu", devices=1)',
+            ),
+        ],
+        use="fabric.global_rank",
+        why="fabric is a Fabric for one process, and this cell has 2 ranks: make it in this cell.",
+    ),
+    "a Fabric of another number": Refusal(
+        packages=("lightning",),
+        earlier=[
+            block(
+                IMPORTS,
+                FABRIC,
+            ),
+            block(
+                THREE,
+                """
+                    fabric = Fabric(accelerator="cuda", devices=3, strategy="ddp")
+                    fabric.launch()
+                """,
+            ),
+        ],
+        use="fabric.global_rank",
+        why="fabric is a Fabric for 3 processes, and this cell has 2 ranks: make it in this cell.",
+    ),
+    "an Accelerator with a mesh of its own": Refusal(
+        packages=("accelerate",),
+        earlier=[
+            block(
+                ACCELERATE,
+                """
+                    from accelerate.utils import ParallelismConfig
+                    accelerator = Accelerator(parallelism_config=ParallelismConfig())
+                """,
+            ),
+        ],
+        use="accelerator.process_index",
+        why=(
+            "accelerator has a ParallelismConfig, which is its process's, and this cell has "
+            "2 ranks: make it in this cell."
+        ),
+    ),
+}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs(*row[0])) for name, row in REFUSED.items()]
+    "name", [pytest.param(name, marks=needs(*row.packages)) for name, row in REFUSED.items()]
 )
 def test_what_was_made_for_another_number_is_refused(name: str, fresh: Notebook) -> None:
     """By name, before anything starts; where a function uses it perhaps, the same is a line."""
     _, earlier, use, why = REFUSED[name]
     for each in earlier:
-        fresh.good(each)
+        fresh.good(block(each))
     ran = fresh.run(TWO + use)
     assert (ran.ename, ran.evalue) == ("CaptureError", why + " Nothing was started.")
     ran = fresh.good(TWO + f"def later():\n    return {use}\nprint(later.__name__)")
@@ -605,11 +1288,18 @@ def test_what_was_made_for_another_number_is_refused(name: str, fresh: Notebook)
 @needs("lightning")
 @pytest.mark.timeout(300)
 def test_a_trainer_that_a_function_reads_is_refused(fresh: Notebook) -> None:
-    """Where the cell calls the function, or one that calls it; where nothing is trained, a line says it."""
-    fresh.good(
-        BY_LIGHTNING + "trainer = a_trainer()\ndef train():\n    trainer.fit(lit, loader)\n"
-        "def all_of_it():\n    train()"
-    )
+    """Where the cell calls the function, or one that calls it.
+
+    Where nothing is trained, a line says it.
+    """
+    uses = """
+        trainer = a_trainer()
+        def train():
+            trainer.fit(lit, loader)
+        def all_of_it():
+            train()
+    """
+    fresh.good(block(BY_LIGHTNING, uses))
     for call in ("train()", "all_of_it()"):
         ran = fresh.run(TWO + call)
         assert ran.evalue == f"trainer {LONE}make it in this cell. Nothing was started."
@@ -621,7 +1311,10 @@ def test_a_trainer_that_a_function_reads_is_refused(fresh: Notebook) -> None:
 @needs("lightning")
 @pytest.mark.timeout(300)
 def test_a_trainer_of_as_many_processes_trains_in_all_ranks(fresh: Notebook) -> None:
-    """One of a plain cell that was told so, and one of a cell with ranks; in the notebook it is read."""
+    """One of a plain cell that was told so, and one of a cell with ranks.
+
+    In the notebook it is read.
+    """
     fresh.good(
         BY_LIGHTNING + "trainer = a_trainer(accelerator='cpu', devices=2, strategy='ddp_notebook')"
     )
@@ -641,19 +1334,28 @@ def test_a_trainer_of_as_many_processes_trains_in_all_ranks(fresh: Notebook) -> 
 
 @needs("accelerate")
 def test_what_accelerate_prepared_in_a_plain_cell_is_prepared_again(fresh: Notebook) -> None:
-    """Then the model has its wrapper, and each rank its share; the optimizer is the one that there was."""
+    """Then the model has its wrapper, and each rank its share.
+
+    The optimizer is the one that there was.
+    """
     fresh.good(
         ACCELERATE
-        + "accelerator = Accelerator(mixed_precision='bf16')\nnet = nn.Linear(1, 1)\nnet, opt,"
-        " loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1),"
-        " DataLoader(data, 2))"
+        + block("""
+            accelerator = Accelerator(mixed_precision='bf16')
+            net = nn.Linear(1, 1)
+            opt = torch.optim.SGD(net.parameters(), 0.1)
+            net, opt, loader = accelerator.prepare(net, opt, DataLoader(data, 2))
+        """)
     )
     assert "net was prepared by accelerate for one process" in fresh.good(TWO + "net(x)").stdout
     ran = fresh.good(
         TWO.rstrip()
-        + " --output all\nnet, loader = accelerator.prepare(net, loader)\nprint(type(net).__name__,"
-        " type(net.module).forward is net.module._original_forward.__func__, len(loader),\n     "
-        " loader.device, opt.param_groups[0]['params'][0] is net.module.weight)\n"
+        + """ --output all
+net, loader = accelerator.prepare(net, loader)
+same = type(net.module).forward is net.module._original_forward.__func__
+trained = opt.param_groups[0]['params'][0] is net.module.weight
+print(type(net).__name__, same, len(loader), loader.device, trained)
+"""
     )
     seen = "DistributedDataParallel True 4 cuda:{} True\n"
     assert sorted(ran.own.splitlines(True)) == sorted(
@@ -663,7 +1365,10 @@ def test_what_accelerate_prepared_in_a_plain_cell_is_prepared_again(fresh: Noteb
 
 @needs("accelerate")
 def test_a_cell_that_does_not_train_has_the_model_as_it_came(fresh: Notebook) -> None:
-    """Its methods and attributes are those that the notebook sees; a line says that it has no wrapper."""
+    """Its methods and attributes are those that the notebook sees.
+
+    A line says that it has no wrapper.
+    """
     fresh.good(ACCELERATE)
     fresh.good(
         TWO + "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=2)" + PREPARE
@@ -675,16 +1380,33 @@ def test_a_cell_that_does_not_train_has_the_model_as_it_came(fresh: Notebook) ->
 
 @needs("transformers", "accelerate")
 def test_objects_of_a_plain_cell_know_their_rank(fresh: Notebook) -> None:
-    """Arguments, states and an Accelerator of one process; in the notebook they are that of one process again."""
+    """Arguments, states and an Accelerator of one process.
+
+    In the notebook they are that of one process again.
+    """
     fresh.good(
         HUGGING_FACE
-        + "from accelerate import Accelerator, PartialState\nargs = TrainingArguments('out',"
-        " report_to=[])\nstate = PartialState()\naccelerator ="
-        " Accelerator(gradient_accumulation_steps=3)\nsame = accelerator.state\ndef standing():\n"
-        "    return [args.world_size, args.process_index, args.should_save, args.n_gpu,"
-        " str(args.device),\n            state.process_index, state.is_main_process,"
-        " accelerator.num_processes,\n            accelerator.gradient_accumulation_steps, same"
-        " is accelerator.state,\n            PartialState().__dict__ is state.__dict__]\n"
+        + block("""
+            from accelerate import Accelerator, PartialState
+            args = TrainingArguments('out', report_to=[])
+            state = PartialState()
+            accelerator = Accelerator(gradient_accumulation_steps=3)
+            same = accelerator.state
+            def standing():
+                return [
+                    args.world_size,
+                    args.process_index,
+                    args.should_save,
+                    args.n_gpu,
+                    str(args.device),
+                    state.process_index,
+                    state.is_main_process,
+                    accelerator.num_processes,
+                    accelerator.gradient_accumulation_steps,
+                    same is accelerator.state,
+                    PartialState().__dict__ is state.__dict__,
+                ]
+        """)
     )
     alone = "[1, 0, True, {}, 'cpu', 0, True, 1, 3, True, True]\n"
     before = fresh.good("print(standing())").own
@@ -699,11 +1421,14 @@ def test_objects_of_a_plain_cell_know_their_rank(fresh: Notebook) -> None:
 
 @needs("accelerate")
 def test_what_ranks_made_is_of_one_process_in_the_notebook(fresh: Notebook) -> None:
-    """Its settings are there, its batches are on the notebook's device, and the loader has rank 0's share."""
+    """Its settings are there, its batches on the notebook's device; the loader has a share."""
     fresh.good(ACCELERATE)
     fresh.good(
-        TWO + "accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=2)\n"
-        "loader = accelerator.prepare(DataLoader(data, batch_size=2))"
+        TWO
+        + block("""
+            accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=2)
+            loader = accelerator.prepare(DataLoader(data, batch_size=2))
+        """)
     )
     fresh.good("of = accelerator")
     assert fresh.value("of.num_processes, of.device.type, of.mixed_precision") == "1 cpu bf16"
@@ -715,10 +1440,15 @@ def test_what_ranks_made_is_of_one_process_in_the_notebook(fresh: Notebook) -> N
 
 SHARES = {
     "a sampler and its loader": (MAKE, f"sampler, loader are {SHARE}they yield 1/2 of the data."),
-    "a loader alone": (MAKE + "del sampler", f"loader is {SHARE}it yields 1/2 of the data."),
+    "a loader alone": (block(MAKE, "del sampler"), f"loader is {SHARE}it yields 1/2 of the data."),
     "a loader of one process": ("loader = DataLoader(data)", ""),
     "arguments with the rank": (
-        "class Args:\n    pass\nargs = Args()\nargs.rank, args.world_size = 0, 2",
+        """
+        class Args:
+            pass
+        args = Args()
+        args.rank, args.world_size = 0, 2
+        """,
         "",
     ),
 }
@@ -731,7 +1461,7 @@ def test_a_share_of_data_that_comes_to_the_notebook_is_named_once(
     """At the end of the cell that brought it, not of a later one that reads it."""
     cell, line = SHARES[name]
     notebook.good(IMPORTS)
-    ran = notebook.good(cell if cell.startswith(TWO) else TWO + cell)
+    ran = notebook.good(block(cell) if cell.startswith(TWO) else block(TWO, cell))
     said = [one.removeprefix("taas: ") for one in ran.stdout.splitlines() if SHARE in one]
     assert said == [line] * bool(line)
     if line:
@@ -761,19 +1491,31 @@ class Own:
 def test_instances_that_share_a_dict_of_their_class_go_on_sharing_it(
     notebook: Notebook, tmp_path: Path
 ) -> None:
-    """There and back, with what is in it; that of a class with dicts that no instance shares is its own."""
+    """There and back, with what is in it.
+
+    That of a class with dicts that no instance shares is its own.
+    """
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "a_library.py").write_text(LIBRARY)
     notebook.good(
-        f"import sys\nsys.path.append({str(installed)!r})\nfrom a_library import Child, Own,"
-        " State\none, other, child, own = State('red'), State(), Child(), Own()"
+        block(f"""
+            import sys
+            sys.path.append({str(installed)!r})
+            from a_library import Child, Own, State
+            one, other, child, own = State('red'), State(), Child(), Own()
+        """)
     )
     ran = notebook.good(
         TWO
-        + "new = State()\nprint(one.colour, new.colour, child.colour, own.colour, one.__dict__ is"
-        " State.shared)\nnew.colour = 'blue'\nown.colour = 'green'\nprint(other.colour,"
-        " child.colour)\nnewer = Child()"
+        + block("""
+            new = State()
+            print(one.colour, new.colour, child.colour, own.colour, one.__dict__ is State.shared)
+            new.colour = 'blue'
+            own.colour = 'green'
+            print(other.colour, child.colour)
+            newer = Child()
+        """)
     )
     assert ran.own == "red red red own True\nblue blue\n"
     seen = "one.colour, other.colour, child.colour, newer.colour, own.colour, State().colour"
@@ -785,7 +1527,10 @@ def test_instances_that_share_a_dict_of_their_class_go_on_sharing_it(
 
 
 def test_ranks_that_stay_have_their_own(notebook: Notebook) -> None:
-    """Sampler, wrapper and rank are each rank's in the next cell; what travels to them anew is each rank's, too."""
+    """Sampler, wrapper and rank are each rank's in the next cell.
+
+    What travels to them anew is each rank's, too.
+    """
     notebook.good(IMPORTS)
     notebook.good(KEPT + NET + "sampler = DistributedSampler(data)\nrank = dist.get_rank()")
     ran = notebook.good(
@@ -815,11 +1560,14 @@ def test_a_cell_whose_ranks_stay_is_told_what_helps_there(notebook: Notebook) ->
 
 
 def test_a_registered_loader_of_rank_0_is_delivered_to_all(notebook: Notebook) -> None:
-    """Data processes have a stream for each rank, and nothing is said of the sampler, whatever the number."""
+    """Data processes have a stream for each rank; of the sampler nothing is said."""
     notebook.good(IMPORTS + "import taas")
     notebook.good(
-        TWO + "meet()\nloader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data,"
-        " shuffle=False))"
+        TWO
+        + block("""
+            meet()
+            loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
+        """)
     )
     notebook.good("taas.register(loader)")
     ran = notebook.good(

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import zmq
+from blocks import block
 from delivery_run import DeliveryRun
 from notebook_harness import Notebook, Processes, gone
 from other_user import (
@@ -59,11 +60,15 @@ from taas.wire.ranks import Cell, Workspace
 
 pytestmark = pytest.mark.slow
 
-WAITING = (
-    "#pragma taas --gpus 2\nimport time, torch.distributed as"
-    " dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('ready', flush=True)\nwhile not"
-    " stop.exists(): time.sleep(0.01)\nprint('through')"
-)
+WAITING = block("""
+    #pragma taas --gpus 2
+    import time, torch.distributed as dist
+    dist.init_process_group('gloo')
+    dist.barrier()
+    print('ready', flush=True)
+    while not stop.exists(): time.sleep(0.01)
+    print('through')
+""")
 DELIVERED = """#pragma taas --gpus 2 --cpus 1
 steps = iter(loader)
 total = next(steps).sum()
@@ -132,7 +137,10 @@ def running(notebook: Notebook) -> Iterator[psutil.Process]:
 def test_a_run_on_one_machine_opens_no_port(
     running: psutil.Process, notebook: Notebook, public: Path
 ) -> None:
-    """All of taas' sockets lie in folders that nobody else can enter; the ports are gloo's, on loopback."""
+    """All of taas' sockets lie in folders that nobody else can enter.
+
+    The ports are gloo's, on loopback.
+    """
     found = notebook.processes()
     ranks = doors(found.ranks)
     assert not doors(p for p in everybody(found) if p not in found.ranks).tcp
@@ -147,14 +155,21 @@ def test_a_run_on_one_machine_opens_no_port(
 def test_another_user_comes_in_nowhere(
     notebook: Notebook, public: Path, tmp_path: Path, cell: str, printed: str
 ) -> None:
-    """He tries each socket 1,500 times, plants pickles, lists folders: no door opens, and the run is what it is."""
+    """He tries each socket 1,500 times, plants pickles, lists folders.
+
+    No door opens, and the run is what it is.
+    """
     notebook.good(
         "from pathlib import Path\nimport time\nstop = Path('stop')\nstop.unlink(missing_ok=True)"
     )
     if cell is DELIVERED:
         notebook.good(
-            "import taas, torch\nfrom torch.utils.data import DataLoader\n"
-            "loader = DataLoader(torch.arange(80.0), batch_size=4)\ntaas.register(loader)"
+            block("""
+                import taas, torch
+                from torch.utils.data import DataLoader
+                loader = DataLoader(torch.arange(80.0), batch_size=4)
+                taas.register(loader)
+            """)
         )
     notebook.start(cell)
     if cell is BACKGROUND:
@@ -181,16 +196,19 @@ def test_another_user_comes_in_nowhere(
 
 @pytest.mark.parametrize("kind", ["no key", "another key"])
 def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, kind: str) -> None:
-    """Neither commands nor pickles of a client without the key are read, and nothing is answered."""
+    """Commands and pickles of a client without the key are not read, and not answered."""
     [path] = doors([running]).unix
     trace = tmp_path / "trace"
     payload = pickle.dumps(Bomb(trace))
     fd = os.memfd_create("bomb")
     os.write(fd, payload)
     submit = Submit(
-        cell=Cell("open('/dev/null')", 1, RunSpec(), "nocolor"), workspace=Workspace(str(tmp_path), {}),
-        payload=Memory(os.getpid(), fd, len(payload)), gpus=(), device="cpu",
-    )  # fmt: skip
+        cell=Cell("open('/dev/null')", 1, RunSpec(), "nocolor"),
+        workspace=Workspace(str(tmp_path), {}),
+        payload=Memory(os.getpid(), fd, len(payload)),
+        gpus=(),
+        device="cpu",
+    )
     context = zmq.Context()
     try:
         client = context.socket(zmq.DEALER)
@@ -218,7 +236,7 @@ def test_memory_of_another_size_or_owner_is_refused(tmp_path: Path) -> None:
 
 
 def test_cleaners_leave_the_folder_of_sockets_alone(running: psutil.Process, public: Path) -> None:
-    """systemd-tmpfiles removes what is old in /tmp, but for folders that somebody has locked (tmpfiles.d(5))."""
+    """systemd-tmpfiles removes what is old in /tmp, except locked folders (tmpfiles.d(5))."""
     [folder] = public.glob("taas-*")
     fd = os.open(folder, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
@@ -227,7 +245,7 @@ def test_cleaners_leave_the_folder_of_sockets_alone(running: psutil.Process, pub
 
 
 def test_a_folder_of_sockets_goes_when_nobody_holds_it(tmp_path: Path) -> None:
-    """That of a supervisor that lives stays, and what is no supervisor's, also where somebody's link leads to it."""
+    """A living supervisor's folder stays, and what is no supervisor's, also behind a link."""
     for name in ("taas-mine", "taas-lives", "taas-left", "taas-of-a-node", "other"):
         (tmp_path / name).mkdir()
     for name in ("taas-mine", "taas-lives", "taas-left", "other"):
@@ -260,7 +278,7 @@ def open_to_all() -> Iterator[Path]:
 @only_as_root
 @pytest.mark.parametrize("trap", TRAPS)
 def test_who_tidies_up_falls_into_no_trap(open_to_all: Path, trap: str) -> None:
-    """What another user has put where supervisors' folders are is neither opened nor waited for, and stays."""
+    """What another user puts there is neither opened nor waited for, and stays."""
     set_one = TRAPS[trap]
     as_other_user(lambda: set_one(open_to_all / "taas-trap"))
     (open_to_all / "taas-left").mkdir()
@@ -272,7 +290,10 @@ def test_who_tidies_up_falls_into_no_trap(open_to_all: Path, trap: str) -> None:
 
 @only_as_root
 def test_no_trap_ends_or_stops_a_supervisor(open_to_all: Path, tmp_path: Path) -> None:
-    """All of them at once, and a FIFO that is swapped for a folder all the time: the first cell runs, in one supervisor."""
+    """All of them at once, and a FIFO that is swapped for a folder all the time.
+
+    The first cell runs, in one supervisor.
+    """
     for number, set_one in enumerate(TRAPS.values()):
         as_other_user(
             lambda number=number, set_one=set_one: set_one(open_to_all / f"taas-{number}")
@@ -303,7 +324,7 @@ def test_no_trap_ends_or_stops_a_supervisor(open_to_all: Path, tmp_path: Path) -
 
 
 def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> None:
-    """Of the folders that a run uses, none can be entered by another user, and no connection file read."""
+    """No other user can enter a folder of a run, or read a connection file."""
     folders = list(public.glob("taas-*"))
     assert folders
     runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
@@ -312,7 +333,7 @@ def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> N
 
 
 def test_silent_clients_hold_nobody_up(tmp_path: Path) -> None:
-    """Who connects to the slabs' socket and says nothing is served and forgotten, before the next one is."""
+    """A client of the slabs' socket that says nothing is dropped before the next is served."""
     with (tmp_path / "slab").open("w+b") as slab:
         slab.truncate(4096)
         server = SlabServer(str(tmp_path), slab.fileno())
@@ -336,7 +357,10 @@ def test_silent_clients_hold_nobody_up(tmp_path: Path) -> None:
 
 
 def _flooded(rank: int, loaders: dict[str, DataLoader]) -> tuple[int, bool, float]:
-    """Be sent rubbish by a stranger, and by a peer; returns how the stranger fared, what is left, and the sum."""
+    """Be sent rubbish by a stranger, and by a peer.
+
+    Returns how the stranger fared, what is left, and the sum.
+    """
     connection = rank_side._connection
     assert connection is not None
     context, receiver = zmq.Context(), connection._receiver
@@ -363,7 +387,10 @@ def _flooded(rank: int, loaders: dict[str, DataLoader]) -> tuple[int, bool, floa
 
 
 def test_where_the_user_chose_no_encryption_strangers_stay_out_and_floods_come_by_parts() -> None:
-    """Between hosts: without the run's password there is no connection; what peers send costs a step a bounded part."""
+    """Between hosts: without the run's password there is no connection.
+
+    What peers send costs a step a bounded part.
+    """
     with DeliveryRun(
         {"d": DataLoader(torch.arange(40.0), batch_size=4)}, shared=False, encrypt=False
     ) as run:
@@ -388,7 +415,10 @@ LIES: dict[str, tuple[Peer, Peer, Message | list[Result]]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_key_is_good_for_its_own_words_only(lie: str) -> None:
-    """A node of a run has the keys of what runs there: what it says as another one, or of another's affairs, is not heard."""
+    """A node of a run has the keys of what runs there.
+
+    What it says as another one, or of another's affairs, is not heard.
+    """
     holder, claimed, message = LIES[lie]
     loader = DataLoader(torch.arange(40), batch_size=2, shuffle=True, generator=torch.Generator())
     with DeliveryRun({"d": loader}, ranks=2) as run:
@@ -413,7 +443,7 @@ def test_a_key_is_good_for_its_own_words_only(lie: str) -> None:
 
 
 def test_where_generators_stand_is_plain_data(tmp_path: Path) -> None:
-    """The notebook unpickles rank 0's answer and nothing else, not even what its own planner says."""
+    """The notebook unpickles rank 0's answer and nothing else, not even its planner's words."""
     trace = tmp_path / "trace"
     loader = DataLoader(torch.arange(4), generator=torch.Generator())
     with pytest.raises(Unreadable):

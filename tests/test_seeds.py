@@ -43,7 +43,10 @@ def losses(ran: Ran) -> list[float]:
 
 
 def test_seed_001_mnist_with_data_parallel(notebook: Notebook, mnist: Path) -> None:
-    """The MNIST cells train in 8 rehearsed ranks; rank 0's output is the cell's; ``model`` is the trained one."""
+    """The MNIST cells train in 8 rehearsed ranks; rank 0's output is the cell's.
+
+    ``model`` is the trained one.
+    """
     del mnist
     code = cells("001")
     [start] = [number for number, block in enumerate(code) if block.startswith("import torch\n")]
@@ -77,7 +80,7 @@ def test_seed_001_mnist_with_data_parallel(notebook: Notebook, mnist: Path) -> N
 
 
 def test_seed_002_argparse_with_local_rank(notebook: Notebook) -> None:
-    """``--local_rank`` arrives as torch.distributed.launch gives it, and the seed's set-up lines run."""
+    """``--local_rank`` arrives as by torch.distributed.launch, and the set-up lines run."""
     [setup] = [block for block in cells("002") if block.startswith("from fastai.distributed")]
     setup = setup.replace("from fastai.distributed import *\n", "import torch\n")
     ran = notebook.good(
@@ -89,16 +92,21 @@ def test_seed_002_argparse_with_local_rank(notebook: Notebook) -> None:
 
 
 def test_seed_003_init_by_environment_and_reduce(notebook: Notebook) -> None:
-    """``init_process_group`` by the environment, DataParallel, and ``reduce`` to rank 0 run as printed."""
+    """``init_process_group`` by environment, DataParallel and ``reduce`` run as printed."""
     install, imports, group, wrap, sync = cells("003")
     del install
     notebook.good(
         imports
-        + "\nclass MyModel(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        + "        self.fc = nn.Linear(3, 1)\n    def forward(self, x):\n        return"
-        " self.fc(x)\n"
-        + "inputs, labels, criterion = torch.randn(8, 3), torch.randn(8, 1), nn.MSELoss()\ndevice ="
-        " 'cuda'"
+        + """
+class MyModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+    def forward(self, x):
+        return self.fc(x)
+inputs, labels, criterion = torch.randn(8, 3), torch.randn(8, 1), nn.MSELoss()
+device = 'cuda'
+"""
     )
     body = (
         group

@@ -1,4 +1,7 @@
-"""Cells headed ``#pragma taas --setup``: what they do to libraries is there in each process of a run."""
+"""Cells headed ``#pragma taas --setup``.
+
+What they do to libraries is there in each process of a run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 from oracle import Program, compare, play
 
@@ -14,7 +18,10 @@ SETUP = "#pragma taas --setup\n"
 
 
 class Kept(NamedTuple):
-    """What a library keeps of an earlier cell: how it is told, how a cell uses it, and what that raises without."""
+    """What a library keeps of an earlier cell.
+
+    How it is told, how a cell uses it, and what that raises without.
+    """
 
     name: str
     setup: str
@@ -25,9 +32,13 @@ class Kept(NamedTuple):
 KEPT = [
     Kept(
         "an accessor of pandas",
-        "import pandas as pd\n@pd.api.extensions.register_series_accessor('geo')\nclass Geo:\n   "
-        " def __init__(self, series): self.series = series\n    def twice(self): return"
-        " self.series.sum() * 2\n",
+        block("""
+            import pandas as pd
+            @pd.api.extensions.register_series_accessor('geo')
+            class Geo:
+                def __init__(self, series): self.series = series
+                def twice(self): return self.series.sum() * 2
+        """),
         "import pandas as pd\nr = int(pd.Series([1, 2]).geo.twice())",
         "AttributeError",
     ),
@@ -39,15 +50,20 @@ KEPT = [
     ),
     Kept(
         "a representer of yaml",
-        "import yaml, fractions\nyaml.SafeDumper.add_representer(\n"
-        "    fractions.Fraction, lambda dumper, data: dumper.represent_str(str(data)))",
+        block("""
+            import yaml, fractions
+            yaml.SafeDumper.add_representer(
+                fractions.Fraction, lambda dumper, data: dumper.represent_str(str(data)))
+        """),
         "import yaml, fractions\nr = yaml.safe_dump([fractions.Fraction(1, 3)])",
         "RepresenterError",
     ),
     Kept(
         "a colormap of matplotlib",
-        "import matplotlib as mpl\nmpl.colormaps.register(mpl.colors.ListedColormap(['red']),"
-        " name='mine', force=True)",
+        block("""
+            import matplotlib as mpl
+            mpl.colormaps.register(mpl.colors.ListedColormap(['red']), name='mine', force=True)
+        """),
         "import matplotlib as mpl\nr = mpl.colormaps['mine'](0.5)",
         "KeyError",
     ),
@@ -60,8 +76,14 @@ KEPT = [
     Kept(
         "classes that torch may load",
         "import torch, decimal, io\ntorch.serialization.add_safe_globals([decimal.Decimal])",
-        "import torch, decimal, io\nfile = io.BytesIO()\ntorch.save([decimal.Decimal(1)],"
-        " file)\nfile.seek(0)\nr = torch.load(file, weights_only=True)\ndel file",
+        block("""
+            import torch, decimal, io
+            file = io.BytesIO()
+            torch.save([decimal.Decimal(1)], file)
+            file.seek(0)
+            r = torch.load(file, weights_only=True)
+            del file
+        """),
         "UnpicklingError",
     ),
 ]
@@ -70,7 +92,10 @@ KEPT = [
 @pytest.mark.usefixtures("oracle")
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.name)
 def test_what_a_library_keeps_is_there_in_ranks(kept: Kept, tmp_path: Path) -> None:
-    """With the header the notebook is the plain one; without it, the library in the rank does not know the name."""
+    """With the header the notebook is the plain one.
+
+    Without it, the library in the rank does not know the name.
+    """
     program = Program(kept.name, (SETUP + kept.setup, kept.use, "r"), (1,))
     different = compare(program, tmp_path)
     assert not different, "\n".join(different)
@@ -81,16 +106,23 @@ def test_what_a_library_keeps_is_there_in_ranks(kept: Kept, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("oracle")
 def test_it_runs_before_the_names_arrive_and_once(tmp_path: Path) -> None:
-    """A name may need it to be rebuilt; what it prints is shown once, and what it binds is the notebook's."""
-    setup = (
-        "import codecs\nprint('registered'); seen = []\ncodecs.register_error('early', lambda e:"
-        " ('?', e.end))"
-    )
-    define = (
-        "def make(): return Early()\nclass Early:\n    def __init__(self): self.bytes ="
-        " 'ä'.encode('ascii', 'early')\n    def __reduce__(self): return make, ()\nearly ="
-        " Early()\nseen.append(1); alias = seen"
-    )
+    """A name may need it to be rebuilt.
+
+    What it prints is shown once, and what it binds is the notebook's.
+    """
+    setup = block("""
+        import codecs
+        print('registered'); seen = []
+        codecs.register_error('early', lambda e: ('?', e.end))
+    """)
+    define = block("""
+        def make(): return Early()
+        class Early:
+            def __init__(self): self.bytes = 'ä'.encode('ascii', 'early')
+            def __reduce__(self): return make, ()
+        early = Early()
+        seen.append(1); alias = seen
+    """)
     cell = "seen.append(early.bytes); mine = seen"
     program = Program(
         "early", (SETUP + setup, define, cell, "seen, alias is seen, mine is seen"), (2,)
@@ -137,7 +169,10 @@ def run_as(notebook: Notebook, identity: str, code: str) -> None:
 
 @pytest.mark.slow
 def test_a_cell_that_is_run_again_takes_its_own_place(cells: Notebook) -> None:
-    """Edited, it replaces what it was; it counts last then; without its header, or after an error, nothing new is noted."""
+    """Edited, it replaces what it was, and counts last.
+
+    Without its header, or after an error, nothing new is noted.
+    """
     run_as(cells, "a", SETUP + ADD.format(what=1))
     run_as(cells, "b", SETUP + ADD.format(what=2))
     assert cells.good(ONE + SEEN).own == "[1, 2]\n"
@@ -153,7 +188,7 @@ def test_a_cell_that_is_run_again_takes_its_own_place(cells: Notebook) -> None:
 
 @pytest.mark.slow
 def test_config_lists_them_and_clear_forgets_them(cells: Notebook) -> None:
-    """Each with its number; a wrong header, or code that is not plain Python, is refused and nothing runs."""
+    """Each with its number; a wrong header, or what is not plain Python, is refused."""
     assert "setup cell" not in cells.good("%taas config").displays[0]["data"]["text/plain"]
     number = cells.good(SETUP + ADD.format(what=1)).count
     assert cells.good(f"%%taas --setup\n{ADD.format(what=2)}\ncalendar.seen").result == {
@@ -180,7 +215,10 @@ def test_config_lists_them_and_clear_forgets_them(cells: Notebook) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_stay_run_what_is_new(cells: Notebook) -> None:
-    """Each setup cell once, before the next cell; spare processes and background runs have them all."""
+    """Each setup cell once, before the next cell.
+
+    Spare processes and background runs have them all.
+    """
     keep = "#pragma taas --gpus 2 --output all --keep\n"
     seen = "import calendar, os\nprint(calendar.seen, os.environ['RANK'])"
     cells.good(SETUP + ADD.format(what=1))
@@ -202,7 +240,7 @@ def test_ranks_that_stay_run_what_is_new(cells: Notebook) -> None:
 
 @pytest.mark.slow
 def test_one_that_failed_runs_again_in_ranks_that_stay(cells: Notebook, tmp_path: Path) -> None:
-    """What it does to a library is there as soon as it can be: the rank does not take it for done."""
+    """It takes effect once it succeeds: the rank does not count a failure as done."""
     keep = "#pragma taas --gpus 2 --keep\n"
     cells.good(keep + "x = 1")
     fails = (
@@ -217,14 +255,19 @@ def test_one_that_failed_runs_again_in_ranks_that_stay(cells: Notebook, tmp_path
 
 @pytest.mark.slow
 def test_data_processes_run_them(cells: Notebook) -> None:
-    """A dataset of a registered loader may need what a library keeps, where it is rebuilt and where it makes elements."""
+    """A registered loader's dataset may need what a library keeps, wherever it is used."""
     cells.good(
         SETUP + "import codecs\ncodecs.register_error('data', lambda error: ('?', error.end))"
     )
     cells.good(
-        "import taas, torch\nclass Words(torch.utils.data.Dataset):\n    def __len__(self): return"
-        " 8\n    def __getitem__(self, at): return len(('ä' * at).encode('ascii', 'data'))\nwords ="
-        " torch.utils.data.DataLoader(Words(), batch_size=1)\ntaas.register(words)"
+        block("""
+            import taas, torch
+            class Words(torch.utils.data.Dataset):
+                def __len__(self): return 8
+                def __getitem__(self, at): return len(('ä' * at).encode('ascii', 'data'))
+            words = torch.utils.data.DataLoader(Words(), batch_size=1)
+            taas.register(words)
+        """)
     )
     cells.good("#pragma taas --gpus 2 --cpus 1\nseen = [int(batch[0]) for batch in words]")
     cells.good("taas.unregister(words)")

@@ -84,7 +84,9 @@ def _states(cluster: SlurmCluster) -> list[str]:
 
 
 def test_two_nodes_train_as_this_machine_does(cluster: SlurmCluster, book: Notebook) -> None:
-    """The same output, the same model; the loader's elements come from data VMs of the CPU partition.
+    """The output and the model are the same.
+
+    The loader's elements come from data VMs of the CPU partition.
 
     The next cell has the same nodes. They are given back by `%taas release`.
     """
@@ -127,7 +129,7 @@ def test_the_document(cluster: SlurmCluster, book: Notebook) -> None:
 
 
 def test_the_check(cluster: SlurmCluster) -> None:
-    """In a terminal: partitions and what they have, the versions on a node, and whether it reaches this machine."""
+    """A terminal shows partitions, a node's versions, and whether it reaches this machine."""
     check = [sys.executable, "-m", "taas.cli", "engine", "slurm", "--check", "--partition"]
     said = cluster.run(*check, "gpu")
     for what in (
@@ -141,7 +143,10 @@ def test_the_check(cluster: SlurmCluster) -> None:
 
 
 def test_a_full_queue(cluster: SlurmCluster, book: Notebook) -> None:
-    """The cell's line says what the job waits for, and since when; an interrupt takes it out of the queue."""
+    """The cell's line says what the job waits for, and since when.
+
+    An interrupt takes it out of the queue.
+    """
     cluster.run("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 900")
     until(lambda: _states(cluster) == ["RUNNING"])
     book.start(_FINE)
@@ -235,7 +240,9 @@ def test_a_job_that_is_taken_away(cluster: SlurmCluster, book: Notebook, command
 
 
 def test_the_time_limit(book: Notebook) -> None:
-    """Before it a cell is interrupted, so that it saves what it has, and its names come back; nobody stops at it who may start again.
+    """Before it a cell is interrupted, so that it saves what it has, and its names come back.
+
+    Nobody stops at it who may start again.
 
     The cell says in both cases what it was, and how more is asked for.
     """
@@ -253,7 +260,7 @@ def test_the_time_limit(book: Notebook) -> None:
 def test_after_the_idle_time_and_the_kernels_death_nothing_is_left(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """The time is `[engine] idle`; a kernel that is killed while its cell runs leaves nothing on any node."""
+    """The time is `[engine] idle`; a kernel killed while its cell runs leaves no process."""
     (tmp_path / "taas.toml").write_text('[engine]\ndefault = "slurm"\nidle = 0\n')
     book = cluster.notebook(tmp_path)
     try:

@@ -1,4 +1,4 @@
-"""Which pages were written to: no way to change memory is missed, and what nobody changed is not read."""
+"""Which pages were written to: no change is missed, and what did not change is not read."""
 
 from __future__ import annotations
 
@@ -146,9 +146,14 @@ def after_a_child_had_the_watch(memory: Memory, _: Path) -> None:
 
 
 CHANGES: list[Change] = [
-    by_numpy, by_torch_in_place_past_its_counter, at_the_edges, by_read, given_back_and_read, after_a_fork,
+    by_numpy,
+    by_torch_in_place_past_its_counter,
+    at_the_edges,
+    by_read,
+    given_back_and_read,
+    after_a_fork,
     after_a_child_had_the_watch,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("advice", [NO_HUGE, HUGE], ids=["pages", "huge pages"])

@@ -1,4 +1,4 @@
-"""Processes forked ahead: the next run uses them, cannot tell them from fresh ones, and nothing of them is left."""
+"""Processes forked ahead: the next run uses them, as fresh ones, and leaves none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone, there
 
 from taas.rank import lifeline
@@ -23,8 +24,10 @@ state = {
     "random": random.random(), "numpy": numpy.random.rand(), "torch": torch.rand(1).item(),
     "sigint": str(signal.getsignal(signal.SIGINT)), "threads": threading.active_count(),
     "name": __name__, "temporary": tempfile.gettempdir(), "leads": os.getsid(0) == os.getpid(),
-    "comm": open("/proc/self/comm").read(), "stdin": sys.stdin.read(), "count": get_ipython().execution_count > 0,
-    "names": sorted(k for k in globals() if k != "state" and not k.strip("_i").isdigit()), "modules": "settings" in sys.modules,
+    "comm": open("/proc/self/comm").read(), "stdin": sys.stdin.read(),
+    "count": get_ipython().execution_count > 0,
+    "names": sorted(k for k in globals() if k != "state" and not k.strip("_i").isdigit()),
+    "modules": "settings" in sys.modules,
     "open": sorted(os.path.basename(os.readlink(f"/proc/self/fd/{n}")) for n in (0, 1, 2)),
 }
 state["umask"] = [state["umask"], os.umask(state["umask"])][0]
@@ -52,7 +55,10 @@ def run_and_wait(notebook: Notebook, body: str = "pass", ranks: int = 2) -> set[
 
 
 def _waits(spare: psutil.Process) -> bool:
-    """Whether it is one, and waits for its order; some of an earlier test may be ended at this moment."""
+    """Whether it is one, and waits for its order.
+
+    Some of an earlier test may be ended at this moment.
+    """
     try:
         return spare.name() == lifeline.SPARE_NAME and spare.status() == psutil.STATUS_SLEEPING
     except psutil.NoSuchProcess:
@@ -70,7 +76,7 @@ def states(folder: Path) -> tuple[set[int], list[object]]:
 def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(
     notebook: Notebook, folder: Path
 ) -> None:
-    """Environment, paths, signals, names, random numbers and descriptors are those of a rank forked for its run."""
+    """Environment, signals, names, random numbers, descriptors are as in a fresh rank."""
     seeds = (
         "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(4); torch.manual_seed(5);"
     )
@@ -117,12 +123,13 @@ READ_AT_IMPORT = {
 
 
 def test_settings_of_compilers_hold_in_ranks(notebook: Notebook) -> None:
-    """Variables that torch's compiler reads at import have effect in ranks, and none when they are gone."""
+    """Variables that torch's compiler reads at import work in ranks, until they are unset."""
     sets = "\n".join(f"os.environ[{name!r}] = '1'" for name in READ_AT_IMPORT)
-    seen = (
-        "#pragma taas --gpus 2\nimport"
-        f" torch._inductor.config\nprint(({', '.join(READ_AT_IMPORT.values())}))"
-    )
+    seen = block(f"""
+        #pragma taas --gpus 2
+        import torch._inductor.config
+        print(({", ".join(READ_AT_IMPORT.values())}))
+    """)
     notebook.good(f"import os\n{sets}")
     assert notebook.good(seen).own == "(True, True, True, True)\n"
     notebook.good(f"for name in {[*READ_AT_IMPORT]}: del os.environ[name]")

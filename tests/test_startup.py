@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook, terminal
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,10 @@ def ran_in(project: Path, *cells: str, environ: dict[str, str] | None = None) ->
 
 
 def test_every_notebook_loads_taas_until_it_is_undone(ipython_dir: Path, tmp_path: Path) -> None:
-    """One file, written once, named; no name comes into the notebook; ``--undo`` leaves the folder as it was."""
+    """One file, written once, named; no name comes into the notebook.
+
+    ``--undo`` leaves the folder as it was.
+    """
     project = tmp_path / "project"
     file = ipython_dir / "profile_default" / "startup" / "50-taas.py"
     assert ran_in(project, RANKS) == ["None\n"]
@@ -62,7 +66,10 @@ def ipython(project: Path, code: str, blocked: str) -> str:
 
 
 def test_ipython_goes_on_where_taas_is_not(ipython_dir: Path, tmp_path: Path) -> None:
-    """In an environment without taas not a word; where taas is broken one line, and later startup files run."""
+    """In an environment without taas not a word.
+
+    Where taas is broken one line, and later startup files run.
+    """
     assert terminal("install").returncode == 0
     startup = ipython_dir / "profile_default" / "startup"
     (startup / "60-mine.py").write_text("mine = 41")
@@ -121,17 +128,24 @@ SIGNALS = {
 
 @pytest.mark.parametrize("what", SIGNALS)
 def test_processes_begin_with_clean_signals(tmp_path: Path, what: str) -> None:
-    """Runs begin and end, also where another one follows, and data workers are there; ranks have the mask of a script."""
-    again = (
-        "#pragma taas --gpus 2 --cpus 1\nimport os, signal\ntotal = sum(len(batch) for batch in"
-        " loader)\nignored = [n for n in signal.valid_signals() if signal.getsignal(n) =="
-        " signal.SIG_IGN]\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, []), sorted(ignored) =="
-        " [signal.SIGPIPE, signal.SIGXFSZ])"
-    )
-    loader = (
-        "from torch.utils.data import DataLoader\nimport taas\n"
-        "loader = DataLoader(range(8), batch_size=2)\ntaas.register(loader)"
-    )
+    """Runs begin and end, also where another one follows, and data workers are there.
+
+    Ranks have the mask of a script.
+    """
+    again = block("""
+        #pragma taas --gpus 2 --cpus 1
+        import os, signal
+        total = sum(len(batch) for batch in loader)
+        ignored = [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN]
+        usual = sorted(ignored) == [signal.SIGPIPE, signal.SIGXFSZ]
+        print(signal.pthread_sigmask(signal.SIG_BLOCK, []), usual)
+    """)
+    loader = block("""
+        from torch.utils.data import DataLoader
+        import taas
+        loader = DataLoader(range(8), batch_size=2)
+        taas.register(loader)
+    """)
     first, *_, last = ran_in(
         tmp_path, f"import signal\n{SIGNALS[what]}", "%load_ext taas", loader, RANKS, again, again
     )
@@ -150,7 +164,10 @@ GONE = {
 
 @pytest.mark.parametrize("what", GONE)
 def test_the_folder_in_which_taas_was_started_goes(tmp_path: Path, what: str) -> None:
-    """The notebook goes on from any folder that is there; without one, the cell says what to type."""
+    """The notebook goes on from any folder that is there.
+
+    Without one, the cell says what to type.
+    """
     first = tmp_path / "first"
     first.mkdir()
     book = Notebook(first)

@@ -1,4 +1,4 @@
-"""Views of runs: the same facts as HTML and as text, calm while all is well, longer when something is wrong."""
+"""Views of runs: the same facts as HTML and as text, longer when something is wrong."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 
 from taas.delivery.config import Delivered
@@ -113,7 +114,10 @@ def test_the_time_that_is_left(make: Make, who: str) -> None:
 
 
 def test_a_row_for_each_rank(make: Make) -> None:
-    """What it uses and what it said last; the row opens more of that, and the rows the line. The front end gets them escaped."""
+    """What it uses and what it said last.
+
+    The row opens more of that, and the rows the line. The front end gets them escaped.
+    """
     use = (
         RankUse(0, "running", 95, 2 << 30, 60, 8 << 30),
         RankUse(1, "stopped", 0, 1 << 30, 0, 8 << 30),
@@ -146,7 +150,10 @@ ODD = {
 
 @pytest.mark.parametrize("how", ODD)
 def test_of_many_ranks_the_view_reads_only_the_odd(make: Make, how: str) -> None:
-    """Rank 0 besides. The other rows say so; once the run is over, and for whom asks, all are read."""
+    """Other rows say that only rank 0 is read.
+
+    Once the run is over, and for those who ask, all are read.
+    """
     facts: dict[str, Any] = dict(ODD[how])
     states = dict.fromkeys(range(_MANY_RANKS), "running") | {7: facts.pop("state", "running")}
     spec = RunSpec(ranks_per_vm=_MANY_RANKS, output=facts.pop("output", "0"))
@@ -168,7 +175,10 @@ def test_of_many_ranks_the_view_reads_only_the_odd(make: Make, how: str) -> None
 
 
 def test_of_many_ranks_that_are_all_shown_fewer_are_read(make: Make) -> None:
-    """Also where each differs from each: what a view reads in a second is bounded; below that number all are read."""
+    """Also where each differs from each: what a view reads in a second is bounded.
+
+    Below that number all are read.
+    """
     for count, read in ((_MANY_RANKS - 1, _MANY_RANKS - 1), (4 * _MANY_RANKS, _MANY_RANKS - 1)):
         cell = Cell("", 7, RunSpec(ranks_per_vm=count, output="all"), "nocolor")
         record = make(state="running", cell=cell)
@@ -219,7 +229,7 @@ def test_a_run_goes_on_when_the_clock_is_set(make: Make, monkeypatch: pytest.Mon
 
 
 def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
-    """Where several share a home: nobody here can tell that it is over, so nothing of it is removed or sorted."""
+    """Where several share a home, nobody can tell that it is over, so nothing is removed."""
     there = msgspec.structs.replace(ProcessMark.of(os.getpid()), host="another")
     run = make(state="running", supervisor=there)
     for number in range(2):
@@ -271,7 +281,7 @@ def test_history_says_where_the_runs_folders_are(make: Make) -> None:
 
 
 def test_a_folder_of_any_depth_has_a_size(make: Make) -> None:
-    """Ranks of a cell may make folders in folders, more than Python calls functions in functions."""
+    """Ranks of a cell may make folders deeper in folders than Python nests calls."""
     record = make(state="over", outcome="done")
     here = os.open(record.folder, os.O_RDONLY)
     for _ in range(3000):
@@ -324,8 +334,12 @@ def test_folders_may_change_while_room_is_made(make: Make, inside: str) -> None:
 def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> None:
     """A calm run shows one line; its last state is what the notebook keeps."""
     notebook.start(
-        "#pragma taas --gpus 2 --name calm\nimport os, time\nprint('x' * (1 +"
-        " int(os.environ['RANK'])))\nwhile not os.path.exists('seen'): time.sleep(0.05)"
+        block("""
+            #pragma taas --gpus 2 --name calm
+            import os, time
+            print('x' * (1 + int(os.environ['RANK'])))
+            while not os.path.exists('seen'): time.sleep(0.05)
+        """)
     )
     notebook.wait_for("x\n")
     deadline = time.monotonic() + 120
@@ -353,7 +367,10 @@ def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> Non
 
 
 def executed(folder: Path, *cells: str) -> Any:
-    """Return a notebook after nbclient has run it, as a front end does: displays updated, output cleared."""
+    """Return a notebook after nbclient has run it, as a front end does.
+
+    Displays updated, output cleared.
+    """
     import nbformat
     from nbclient import NotebookClient
 
@@ -390,7 +407,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_line_comes_back_after_a_clear(finished: Any, number: int) -> None:
-    """A live curve clears what its cell shows, again and again: the line stands above what is shown last."""
+    """A live curve clears what its cell shows, again and again.
+
+    The line stands above what is shown last.
+    """
     line, curve, text = finished.cells[number].outputs
     assert line.data["text/plain"].startswith("✓ curve")
     assert curve.data["text/html"] == "<i>2</i>"
@@ -414,8 +434,12 @@ def test_the_finished_notebook_reads_well(finished: Any) -> None:
 def test_what_other_ranks_draw_opens_in_their_row(notebook: Notebook) -> None:
     """When the run is over; what rank 0 draws stands in the cell."""
     ran = notebook.good(
-        "#pragma taas --gpus 2\nimport os, matplotlib.pyplot as plt\nplt.plot([0,"
-        " int(os.environ['RANK'])])\nplt.show()"
+        block("""
+            #pragma taas --gpus 2
+            import os, matplotlib.pyplot as plt
+            plt.plot([0, int(os.environ['RANK'])])
+            plt.show()
+        """)
     )
     [row_0, row_1] = re.findall(r"<tr.*?</tr>", ran.updates[-1]["data"]["text/html"])[1:]
     assert "data:image/png" not in row_0

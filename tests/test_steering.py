@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone, terminal
 
 from taas.errors import HeaderError
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.slow
 
 
 def completions(notebook: Notebook, text: str) -> list[str]:
-    """Ask the kernel as a front end does when Tab is pressed; returns the last line as each choice makes it."""
+    """Ask the kernel as a front end does when Tab is pressed.
+
+    Returns the last line as each choice makes it.
+    """
     reply = notebook._client.complete(text, reply=True, timeout=60)["content"]
     shown = reply["metadata"]["_jupyter_types_experimental"]
     assert [one["text"] for one in shown] == reply["matches"]
@@ -32,10 +36,14 @@ def completions(notebook: Notebook, text: str) -> list[str]:
 
 
 def test_the_status_table_is_live(notebook: Notebook) -> None:
-    """``%taas`` alone: it changes in the cell that asked when the run does, after that cell has ended."""
+    """``%taas`` alone follows the run in the cell that asked, after that cell has ended."""
     notebook.good(
-        "#pragma taas --gpus 1 --background --name watched\nimport time\nfrom pathlib import Path\n"
-        "while not Path('go').exists(): time.sleep(0.05)"
+        block("""
+            #pragma taas --gpus 1 --background --name watched
+            import time
+            from pathlib import Path
+            while not Path('go').exists(): time.sleep(0.05)
+        """)
     )
     [shown] = notebook.good("%taas").displays
     assert "<table>" in shown["data"]["text/html"]
@@ -134,8 +142,12 @@ def test_the_notebook_teaches(notebook: Notebook) -> None:
 def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
     """What the cell did not show is kept, tagged with its rank."""
     ran = notebook.good(
-        "#pragma taas --gpus 2 --name kept\nimport os\nfor i in range(5000):"
-        " print(os.environ['RANK'], i)\nstatus = os.system('echo from a shell')"
+        block("""
+            #pragma taas --gpus 2 --name kept
+            import os
+            for i in range(5000): print(os.environ['RANK'], i)
+            status = os.system('echo from a shell')
+        """)
     )
     expected = "".join(f"0 {i}\n" for i in range(5000)) + "from a shell\n"
     assert ran.own == expected
@@ -149,11 +161,18 @@ def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
 
 
 def test_top_is_drawn_anew(notebook: Notebook) -> None:
-    """In a terminal until the run is over, in a notebook as a display: its ranks, a row each, with their last lines."""
+    """In a terminal until the run is over, in a notebook as a display.
+
+    It has a row for each rank, with its last line.
+    """
     notebook.good(
-        "#pragma taas --gpus 2 --background --name drawn\nimport os, time\nfrom pathlib import"
-        " Path\nprint('here is', os.environ['RANK'])\nwhile not Path('end').exists():"
-        " time.sleep(0.05)"
+        block("""
+            #pragma taas --gpus 2 --background --name drawn
+            import os, time
+            from pathlib import Path
+            print('here is', os.environ['RANK'])
+            while not Path('end').exists(): time.sleep(0.05)
+        """)
     )
     ours, its = pty.openpty()
     command = [sys.executable, "-m", "taas.cli", "top", "drawn"]
@@ -180,8 +199,11 @@ def test_top_is_drawn_anew(notebook: Notebook) -> None:
 def test_release_gives_warm_machines_back(notebook: Notebook) -> None:
     """The next run starts new ones. Kept ranks go, too, and what cells have started below them."""
     notebook.good(
-        "#!g1.1\n#pragma taas --gpus 2 --keep\n"
-        "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+        block("""
+            #!g1.1
+            #pragma taas --gpus 2 --keep
+            import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)
+        """)
     )
     found = notebook.processes()
     assert (len(found.agents), len(found.others)) == (2, 2)
@@ -206,7 +228,10 @@ def test_types_are_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_settings_say_where_they_were_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default, by the user's file or by the project's, which wins; and how a header sets them for one cell."""
+    """By default, by the user's file or by the project's, which wins.
+
+    A header sets them for one cell.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for folder, said in (

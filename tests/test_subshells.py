@@ -1,4 +1,7 @@
-"""A console beside a cell that runs: subshells of ipykernel 7, which JupyterLab uses for widgets' messages, too."""
+"""A console beside a cell that runs.
+
+Subshells of ipykernel 7, which JupyterLab uses for widgets' messages, too.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ class Subshell:
 
 
 def test_a_console_beside_a_headed_cell(notebook: Notebook) -> None:
-    """It sees the run, where its ranks stand, and ends it; a slider that was moved meanwhile has its value in the notebook."""
+    """It sees the run, where its ranks stand, and ends it.
+
+    A slider that was moved meanwhile has its value in the notebook.
+    """
     notebook.good("import ipywidgets\nslider = ipywidgets.IntSlider(value=1)")
     console = Subshell(notebook)
     notebook.start(CELL)

@@ -1,4 +1,7 @@
-"""Messages that nobody can read, whatever is wrong with them: who hears one goes on, at each of the four places."""
+"""Messages that nobody can read, whatever is wrong with them.
+
+Who hears one goes on, at each of the four places.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from blocks import block
 from delivery_run import DeliveryRun
 from notebook_harness import Notebook, until
 from torch.utils.data import DataLoader
@@ -67,8 +71,12 @@ def test_a_damaged_record_is_no_run(tmp_path: Path) -> None:
 def test_a_client_says_it(notebook: Notebook) -> None:
     """The supervisor, and the run that goes on, are what they were."""
     notebook.start(
-        "#pragma taas --gpus 2 --name goes\nimport time\nprint('ready',"
-        " flush=True)\ntime.sleep(600)"
+        block("""
+            #pragma taas --gpus 2 --name goes
+            import time
+            print('ready', flush=True)
+            time.sleep(600)
+        """)
     )
     notebook.wait_for("ready")
     pid = notebook.processes().supervisor[0].pid
@@ -89,9 +97,12 @@ def test_a_rank_says_it(notebook: Notebook, kind: str) -> None:
     notebook.good("#pragma taas --gpus 2\npass")
     agents = notebook.processes().agents
     ran = notebook.run(
-        "#pragma taas --gpus 2\nimport gc, os, taas.wire.ranks\n"
-        "[link] = [one for one in gc.get_objects() if type(one).__name__ == 'AgentLink']\n"
-        "if os.environ['RANK'] == '1': taas.wire.ranks.send(link._agent, message)\n"
+        block("""
+            #pragma taas --gpus 2
+            import gc, os, taas.wire.ranks
+            [link] = [one for one in gc.get_objects() if type(one).__name__ == 'AgentLink']
+            if os.environ['RANK'] == '1': taas.wire.ranks.send(link._agent, message)
+        """)
     )
     assert ran.ename == "CellFailed"
     assert "rank 1" in ran.evalue
@@ -104,7 +115,11 @@ import os, sys
 if "taas.agent" in sys.orig_argv:
     from taas.agent import loop
     pack = loop.pack
-    loop.pack = lambda said: open("{folder}/says", "rb").read() if os.path.exists("{folder}/says") else pack(said)
+    def pack_rubbish(said):
+        if os.path.exists("{folder}/says"):
+            return open("{folder}/says", "rb").read()
+        return pack(said)
+    loop.pack = pack_rubbish
 """
 
 

@@ -1,4 +1,6 @@
-"""Waits for ranks that never come to a group's first collective are broken off; NCCL is torch's own, and no GPU is needed.
+"""Waits for ranks that never come to a group's first collective are broken off.
+
+NCCL is torch's own, and no GPU is needed.
 
 NCCL's sockets are real ones; what needs a GPU is in test_adopt_gpu.py.
 """
@@ -47,7 +49,8 @@ async def serve():
 server = asyncio.new_event_loop().run_until_complete(serve())
 ports = {
     "nccl": nccl, "python": python.getsockname()[1], "before": before.getsockname()[1],
-    "asyncio": server.sockets[0].getsockname()[1], "zmq": other.bind_to_random_port("tcp://127.0.0.1"),
+    "asyncio": server.sockets[0].getsockname()[1],
+    "zmq": other.bind_to_random_port("tcp://127.0.0.1"),
 }
 there = {name: accepts(port) for name, port in ports.items()}
 gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -94,7 +97,10 @@ def look(known, going):
     while not going.is_set():
         known.append(waits.waits_at_full_speed(main))
 for work in (
-    lambda: large.sort(), lambda: torch.save(large, os.devnull), lambda: time.sleep(0.3), lambda: list(range(1 << 20)),
+    lambda: large.sort(),
+    lambda: torch.save(large, os.devnull),
+    lambda: time.sleep(0.3),
+    lambda: list(range(1 << 20)),
 ):
     known, over = [], threading.Event()
     looker = threading.Thread(target=look, args=(known, over))
@@ -120,7 +126,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str],
 def test_sockets_of_a_communicator_in_the_making_are_shut_and_no_others(
     said: dict[str, tuple[list[str], list[Call]]],
 ) -> None:
-    """NCCL's root listens until every rank has come; Python's servers, event loops and zmq go on listening."""
+    """NCCL's root listens until every rank has come.
+
+    Python's servers, event loops and zmq go on listening.
+    """
     [line] = said["a communicator's sockets"][0]
     before, after, backends = ast.literal_eval(line)
     assert before == dict.fromkeys(before, True)
@@ -129,7 +138,7 @@ def test_sockets_of_a_communicator_in_the_making_are_shut_and_no_others(
 
 
 def test_the_first_collective_is_broken_off(said: dict[str, tuple[list[str], list[Call]]]) -> None:
-    """It is recognised though it uses the processor, and fails with torch's own error in the place of the wait."""
+    """It is recognised though it uses the processor, and fails with torch's own error."""
     assert said["the first collective"][0] == ["['broken off', True]"]
 
 

@@ -1,4 +1,4 @@
-"""A warning of a function that taas stands in for names the user's line, as it does without taas."""
+"""A warning of a function that taas replaces names the user's line, as without taas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Widgets and live displays in a rank: the front end and the notebook have what they have after a cell without a header."""
+"""Widgets and live displays in a rank.
+
+Front end and notebook have what they have after a cell without a header.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blocks import block
 from notebook_harness import Notebook
 from test_status import executed
 
@@ -26,7 +30,10 @@ def notebook(notebook: Notebook) -> Iterator[Notebook]:
 
 
 def models(folder: Path, *cells: str) -> tuple[list[Any], list[Any]]:
-    """What a front end has after a notebook: all models without their ids, and what the cells show, without taas' lines."""
+    """What a front end has after a notebook.
+
+    It has all models without their ids, and what cells show, without taas' lines.
+    """
     book = executed(folder, IMPORTS, *cells)
     state = book.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
     found = [
@@ -50,34 +57,50 @@ CELLS = (
     "for step in tqdm(range(5), desc='train'): pass",
     "with tqdm(total=10) as bar:\n    for step in range(4): bar.update(2)\ndel bar",
     "from tqdm.auto import tqdm as automatic\nfor step in automatic(range(5)): pass",
-    (
-        "box = widgets.VBox([widgets.IntSlider(value=3), widgets.HTML('<b>x</b>')])\n"
-        "box.children[0].value = 5\ndisplay(box)"
-    ),
-    (
-        "picture = widgets.Image(value=bytes(range(256)))\ndisplay(picture)\npicture.value = b'x' *"
-        " 1000"
-    ),
-    (
-        "box = widgets.VBox([of(options=['a', 'b', 'c']) for of in (widgets.Dropdown,"
-        " widgets.RadioButtons, widgets.ToggleButtons, widgets.SelectionSlider)])\nfor one in"
-        " box.children: one.value = 'b'\nbox.children[0].options = ['x']\ndisplay(box)"
-    ),
+    block("""
+        box = widgets.VBox([widgets.IntSlider(value=3), widgets.HTML('<b>x</b>')])
+        box.children[0].value = 5
+        display(box)
+    """),
+    block("""
+        picture = widgets.Image(value=bytes(range(256)))
+        display(picture)
+        picture.value = b'x' * 1000
+    """),
+    block("""
+        kinds = [
+            widgets.Dropdown,
+            widgets.RadioButtons,
+            widgets.ToggleButtons,
+            widgets.SelectionSlider,
+        ]
+        box = widgets.VBox([of(options=['a', 'b', 'c']) for of in kinds])
+        for one in box.children: one.value = 'b'
+        box.children[0].options = ['x']
+        display(box)
+    """),
     "display(widgets.interactive(lambda opt: None, opt=['a', 'b']))",
 )
 
 
 def test_the_front_end_has_the_same_models(tmp_path: Path) -> None:
-    """With and without headers: each widget once, in its last state, and a view of it where it was displayed."""
+    """Each widget stands once, in its last state, with a view where it was displayed."""
     assert models(tmp_path, *(HEAD + cell for cell in CELLS)) == models(tmp_path, *CELLS)
 
 
 def test_the_notebooks_own_widgets_change(notebook: Notebook) -> None:
-    """A widget of an earlier cell changes while the cell runs; the notebook's observers hear of it, and stay."""
+    """A widget of an earlier cell changes while the cell runs.
+
+    The notebook's observers hear of it, and stay.
+    """
     notebook.good(
-        "seen = []\nslider = widgets.IntSlider()\nslider.observe(lambda change:"
-        " seen.append(change['new']), 'value')\nbutton = widgets.Button()\nbutton.on_click(lambda"
-        " _: seen.append('click'))"
+        block("""
+            seen = []
+            slider = widgets.IntSlider()
+            slider.observe(lambda change: seen.append(change['new']), 'value')
+            button = widgets.Button()
+            button.on_click(lambda _: seen.append('click'))
+        """)
     )
     notebook.good(HEAD + "slider.value = 12\nbutton.description = 'changed'")
     notebook.good("slider.value += 1\nbutton.click()")
@@ -88,13 +111,15 @@ def test_the_notebooks_own_widgets_change(notebook: Notebook) -> None:
 
 OBSERVED = """
 seen = []
-slider = widgets.IntSlider(value=1); slider.observe(lambda change: seen.append(("first", change["new"])), "value")
+slider = widgets.IntSlider(value=1)
+slider.observe(lambda change: seen.append(("first", change["new"])), "value")
 button = widgets.Button()
 """
 OBSERVES = """
 slider.value = 5
 slider.observe(lambda change: seen.append(("second", change["new"])), "value")
-made = widgets.IntSlider(value=3); made.observe(lambda change: seen.append(("made", change["new"])), "value")
+made = widgets.IntSlider(value=3)
+made.observe(lambda change: seen.append(("made", change["new"])), "value")
 button.on_click(lambda _: seen.append("click"))
 """
 MOVED = "slider.value = 7; made.value = 8; button.click()"
@@ -113,7 +138,10 @@ def test_observers_that_a_cell_adds_stay(notebook: Notebook) -> None:
 
 
 def test_widgets_of_the_cell_are_the_notebooks_afterwards(notebook: Notebook) -> None:
-    """The model in the front end is that of the name: changed here, or moved there, and asked for by a page loaded again."""
+    """The model in the front end is that of the name.
+
+    It is changed here, or moved there, and asked for by a page loaded again.
+    """
     notebook.good(
         HEAD + "made = widgets.IntSlider(value=3)\nmade.value = 5\ndisplay(widgets.HTML('no name'))"
     )
@@ -129,8 +157,11 @@ def test_widgets_of_the_cell_are_the_notebooks_afterwards(notebook: Notebook) ->
 def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Path) -> None:
     """There their models are made anew; where they are already, nothing is set back."""
     notebook.good(
-        "#pragma taas --gpus 1 --name bars\nfor step in tqdm(range(5)): pass\nkept ="
-        " widgets.IntText(value=1)"
+        block("""
+            #pragma taas --gpus 1 --name bars
+            for step in tqdm(range(5)): pass
+            kept = widgets.IntText(value=1)
+        """)
     )
     notebook.good("kept.value = 7\n%taas attach bars")
     assert notebook.value("kept.value") == "7"

@@ -1,4 +1,7 @@
-"""A VM without its agent's process: jobs run in the test's own, and what the agent would say is collected."""
+"""A VM without its agent's process.
+
+Jobs run in the test's own, and what the agent would say is collected.
+"""
 
 from __future__ import annotations
 
