@@ -72,7 +72,9 @@ def cell(
     return reached(ran.stdout) - began, time.time() - began
 
 
-def warm_cell(book: Notebook, ranks: int, instance: str = "") -> tuple[float, float]:
+def warm_cell(
+    book: Notebook, ranks: int, instance: str = "", body: str = USES + WORK
+) -> tuple[float, float]:
     """A cell after a pause, as a person makes it: the agents' spare processes wait for it."""
     deadline = time.monotonic() + 60
     while len([p for p in book.processes().spares if p.name() == lifeline.SPARE_NAME]) < ranks:
@@ -80,7 +82,7 @@ def warm_cell(book: Notebook, ranks: int, instance: str = "") -> tuple[float, fl
             raise TimeoutError("the agents made no spares")
         time.sleep(0.2)
     time.sleep(1.0)  # the last one's preparation, and whatever else the cell before has left to do
-    return cell(book, ranks, instance)
+    return cell(book, ranks, instance, body)
 
 
 def first_cell(folder: Path, ranks: int, loaded: float | None = None) -> tuple[float, float]:
@@ -209,6 +211,61 @@ def measure(once: Callable[[], tuple[float, float]], rounds: int) -> dict[str, f
     }
 
 
+LIBRARIES = ("transformers", "trl", "peft")
+USES_LIBRARIES = {
+    "transformers": "from transformers import LlamaConfig, LlamaForCausalLM\nLlamaConfig()\n",
+    "trl": "from trl import SFTTrainer\n",
+    "peft": "from peft import LoraConfig, get_peft_model\nLoraConfig()\n",
+}
+
+
+def cpu_of(process: psutil.Process) -> float:
+    """Seconds of processor time that a process has used; a day, if it is gone."""
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return 86400.0
+
+
+def wait_for_rest(book: Notebook, ranks: int) -> None:
+    """Wait until the spares are there and do nothing: they have imported what there was to import."""
+    deadline, quiet, before = time.monotonic() + 300, 0, 0.0
+    while quiet < 8:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the spares do not come to rest")
+        spares = [p for p in book.processes().spares if p.name() == lifeline.SPARE_NAME]
+        used = sum(map(cpu_of, spares))
+        quiet = quiet + 1 if used == before and len(spares) >= ranks else 0
+        before = used
+        time.sleep(0.25)
+
+
+def with_libraries(folder: Path, ranks: int, rounds: int) -> tuple[str, dict[str, float]]:
+    """Cells that use libraries which take seconds to import, as far as they are installed, in a notebook that has them.
+
+    The first cell; later ones a while after the one before, when its spares have imported them too;
+    and later ones right after the one before.
+    """
+    there = [name for name in LIBRARIES if importlib.util.find_spec(name)]
+    body = "".join(USES_LIBRARIES[name] for name in there) + WORK
+    book = Notebook(folder)
+    try:
+        book.good(f"import taas, torch, {', '.join(there)}")
+
+        def after_a_pause() -> tuple[float, float]:
+            wait_for_rest(book, ranks)
+            return cell(book, ranks, body=body)
+
+        first = cell(book, ranks, body=body)
+        later = measure(after_a_pause, rounds)
+        at_once = measure(lambda: cell(book, ranks, body=body), min(3, rounds))
+        figures = {"first_all_reduce_s": first[0], **later}
+        figures["at_once_all_reduce_s"] = at_once["all_reduce_s"]
+        return f"taas, with {', '.join(there)}", figures
+    finally:
+        book.close()
+
+
 def memory_of(book: Notebook) -> int:
     """Bytes of all processes of a notebook together, shared pages once."""
     processes = [psutil.Process(book.pid), *psutil.Process().children(recursive=True)]
@@ -274,6 +331,9 @@ def main() -> None:
     cell(book, options.ranks)
     rows["taas, warm"] = measure(lambda: warm_cell(book, options.ranks), options.rounds)
     rows["taas, warm, no pause before"] = measure(lambda: cell(book, options.ranks), options.rounds)
+    if any(map(importlib.util.find_spec, LIBRARIES)):
+        name, figures = with_libraries(folder, options.ranks, options.rounds)
+        rows[name] = figures
     rows["1 GB tensor"] = big_tensor(book, options.ranks)
     cell(book, 32, "#!g2.8\n")
     rows["taas, 32 ranks on 4 agents, warm"] = measure(lambda: warm_cell(book, 32, "#!g2.8\n"), 3)

@@ -138,6 +138,18 @@ def around_import(names: Collection[str], around: Around) -> None:
     _begin()
 
 
+@contextmanager
+def around_imports(names: Collection[str], around: Around) -> Iterator[None]:
+    """In the body, execute modules when they are imported within ``with around():``."""
+    before = _finder.arounds
+    _finder.arounds = {**before, **dict.fromkeys(names, around)}
+    _begin()
+    try:
+        yield
+    finally:
+        _finder.arounds = before
+
+
 def around_imports_of_known(names: set[str], around: Around) -> None:
     """Execute the first import of these modules within ``around``, and of no earlier ones."""
     _finder.known, _finder.around_known = names, around

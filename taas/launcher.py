@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
-from taas.capture import Capture, Kept, capture, check_syntax
+from taas.capture import Capture, Kept, capture, check_syntax, process_state
 from taas.capture.environment import changed_variables, is_utf8, sendable_variables
+from taas.capture.setup_cells import setup_cells
 from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import registered
 from taas.delivery.registered import apply_final, delivering, loaders_in_use
@@ -42,7 +43,7 @@ from taas.runs.records import RunRecord
 from taas.storage.boundary import make_shared, missing_shared
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
-from taas.wire.ranks import Cell, Workspace
+from taas.wire.ranks import AtImport, Cell, Workspace
 
 _RANK_BUFFER = 256 << 20
 """Bytes of elements that may be under way for a rank, if taas.toml does not say otherwise and
@@ -223,6 +224,7 @@ def ordered(
             project=str(project),
             environ=environ,
             changed=tuple(filter(is_utf8, changed_variables())),
+            at_import=_at_import(),
         ),
         payload=Memory(os.getpid(), captured.fd, captured.nbytes),
         gpus=physical(gpus) if spec.gpus_per_rank else (),
@@ -232,6 +234,22 @@ def ordered(
         notebook=notebook_path(shell),
         left_to=left.record.id if left else "",
         keep_idle=load_catalog(project)["keep.idle"],
+    )
+
+
+def _at_import() -> AtImport:
+    """Return what modules may read of this process while ranks import them; empty where that cannot be compared.
+
+    Setup cells, which may do anything, run in a rank before its cell imports something.
+    """
+    path, arguments = process_state.path_and_arguments()
+    plain = all(isinstance(text, str) and is_utf8(text) for text in (*path, *arguments))
+    if not plain or setup_cells():
+        return AtImport()
+    return AtImport(
+        path=tuple(path),
+        arguments=tuple(arguments),
+        settings=process_state.seen_by_imports(rank=False),
     )
 
 

@@ -13,9 +13,8 @@ import pytest
 
 from taas.config import _KEYS, InstanceType
 from taas.header.grammar import NOT_WITH_KEEP
-from taas.header.options import _FIELDS, ON, OPTIONS, SETTINGS
+from taas.header.options import _FIELDS, MAY_DIFFER, ON, OPTIONS, SETTINGS
 from taas.notebook.verbs import VERBS
-from taas.supervisor.fleet import _MAY_DIFFER
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -88,7 +87,7 @@ def test_kept_ranks_are_as_their_document_says() -> None:
     text = (ROOT / "docs" / "keep.md").read_text()
     listed = re.search(r"asks for other ranks \(([^)]*)\)", text)
     assert listed is not None
-    fixed = {option.name for field, option in _FIELDS.items() if field not in _MAY_DIFFER}
+    fixed = {option.name for field, option in _FIELDS.items() if field not in MAY_DIFFER}
     assert set(CELL_OPTION.findall(listed[1])) == fixed - {*NOT_WITH_KEEP}
 
 

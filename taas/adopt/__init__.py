@@ -29,6 +29,7 @@ __all__ = [
     "explain",
     "finish",
     "install",
+    "join",
     "own_gpu",
     "pending_collective",
     "waits",
@@ -65,6 +66,12 @@ def begin_run(address: StoreAddress) -> None:
     if _meeting is not None and _meeting.membership.begin_run(address):
         data_parallel.close()
         _meeting.remake_group()
+
+
+def join(address: StoreAddress) -> None:
+    """Be in the first run of a process that was made a rank before it was known: it has no group yet to make anew."""
+    if _meeting is not None:
+        _meeting.membership.begin_run(address)
 
 
 def explain(error: BaseException) -> str | None:

@@ -142,7 +142,7 @@ class Agent:
             return
         self.kept.end()  # what is left of those with which it did not go on
         if job.preparation is not None and self.forkserver.outlived():
-            self.spares.want(job.preparation, job.size)
+            self.spares.want(job.preparation, job.size, job.expected_next)
         else:
             self.spares.forget()
 

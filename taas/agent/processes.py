@@ -9,6 +9,7 @@ ever signalled.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import multiprocessing.process
 import os
@@ -27,7 +28,18 @@ from taas import _linux
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
 from taas.wire.framing import pack
-from taas.wire.ranks import NOTICE, Preparation, RankRequest, RankSays, hear, socket_pair, tell
+from taas.wire.ranks import (
+    NOTICE,
+    GetReady,
+    Preparation,
+    RankReady,
+    RankRequest,
+    RankSays,
+    Readiness,
+    hear,
+    socket_pair,
+    tell,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +108,28 @@ class ForkedProcess:
             kill_tree([self.recorded])
 
 
+class Ahead(enum.Enum):
+    """How far a spare is that may be made a rank ahead of its order."""
+
+    NOT = "not told"
+    IMPORTING = "importing"
+    READY = "ready"
+
+
 class RankProcess(ForkedProcess):
     """A process that prepares itself to be a rank, waits for an order, and carries it out.
 
     Attributes:
         writes_collective: whether it was asked which collective it waits in, and has not said that
             it wrote it down.
+        expected: the order that it was made a rank for ahead of that, and ``ahead``, how far.
     """
 
     def __init__(self, preparation: Preparation) -> None:
         self.writes_collective = False
+        self.ahead = Ahead.NOT
+        self.expected: GetReady | None = None
+        self._heard: list[RankSays] = []
         self._connection, its = socket_pair()
         with its:
             try:
@@ -179,10 +203,37 @@ class RankProcess(ForkedProcess):
 
     def hear(self) -> list[RankSays]:
         """Return what it has said; it is disconnected when it says no more."""
+        before, self._heard = self._heard, []
+        if self.source < 0:
+            return before
         heard, closed = hear(self._connection)
         if closed:
             self.disconnect()
-        return heard
+        return before + heard
+
+    @property
+    def local_rank(self) -> int | None:
+        """Which rank of its VM it is already; None: it can be any."""
+        return None if self.expected is None else self.expected.start.local_rank
+
+    def get_ready(self, order: GetReady) -> None:
+        """Let it be the rank that is expected next."""
+        self.ahead, self.expected = Ahead.IMPORTING, order
+        self.tell(pack(order))
+
+    def takes_order(self, until: float) -> bool:
+        """Wait until it has said whether it takes the order that it was told; False: it does not, is gone, or late."""
+        heard: list[RankSays] = []
+        while True:
+            said = self.hear()
+            heard += said
+            for state in [one.state for one in said if isinstance(one, RankReady)]:
+                if state is not Readiness.IMPORTED:
+                    self._heard = heard  # what it says of its cell may have come, too
+                    return state is Readiness.TAKES
+            rest = until - time.monotonic()
+            if self.source < 0 or rest <= 0 or not wait([self.source], rest):
+                return False
 
     def disconnect(self) -> None:
         """Close its connection."""

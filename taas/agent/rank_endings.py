@@ -32,6 +32,7 @@ class Rank:
         at_work: whether it has noticed that it is interrupted, or is in C code that takes its time.
         packing: whether it packs its names.
         kept: it waits for the next order.
+        imported: the installed modules that it has imported, if they are many.
         signalled: the last signal that it was sent.
         to_end, out_of_time: since when it has been to end, and out of time for that; 0: it has not.
         too_late: whether it was ended since its names had not come in time.
@@ -45,6 +46,7 @@ class Rank:
         self.ended: RankEnded | None = None
         self.ended_at = self.to_end = self.out_of_time = 0.0
         self.kept: RankKept | None = None
+        self.imported: tuple[str, ...] = ()
         self.signalled: signal.Signals | None = None
         self.too_late = self.asleep = False
 

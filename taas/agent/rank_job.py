@@ -6,6 +6,7 @@ Each process's sentinel is watched, and what the rank itself said last.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ import msgspec
 
 from taas.agent.job import Job
 from taas.agent.looks import Look, RankUsage, last_words
-from taas.agent.processes import ForkedProcess, orphans
+from taas.agent.processes import Ahead, ForkedProcess, RankProcess, orphans
 from taas.agent.rank_endings import Ending, Rank
 from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
 from taas.agent.torchrun import RunStore, rank_environ
@@ -25,10 +26,13 @@ from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack
 from taas.wire.ranks import (
+    VARIABLES_OF_A_RUN,
     Answer,
     Asking,
+    GetReady,
     Preparation,
     RankEnded,
+    RankImported,
     RankKept,
     RankOrder,
     RankRequest,
@@ -43,6 +47,18 @@ if TYPE_CHECKING:
     from taas.agent.loop import Agent
 
 
+logger = logging.getLogger(__name__)
+
+
+def _expected(start: RankStart, modules: tuple[str, ...], scratch: str) -> GetReady:
+    """Return the order for a spare to be the rank that another one was; what it writes before its run goes to a scratch."""
+    environ = {n: v for n, v in start.environ.items() if n not in VARIABLES_OF_A_RUN}
+    staged = msgspec.structs.replace(start.staged, scratch=str(Path(scratch) / "ahead"))
+    return GetReady(
+        start=msgspec.structs.replace(start, staged=staged, environ=environ), modules=modules
+    )
+
+
 class RankJob(Job):
     """All ranks of a run on this VM; ``stays``: they were kept for the next run."""
 
@@ -51,6 +67,7 @@ class RankJob(Job):
         assert isinstance(order.work, RankOrder)
         self._work = order.work
         self.ranks: list[Rank] = []
+        self._starts: list[RankStart] = []
         self.preparation: Preparation | None = None
         self.stays = False
         self._store: RunStore | None = None
@@ -100,13 +117,62 @@ class RankJob(Job):
         spares, kept = agent.spares, agent.kept
         processes = kept.take() if work.continues else spares.take(self.preparation, self.size)
         for local, process in enumerate(processes):
-            rank = Rank(numbers[local], process)
-            self.ranks.append(rank)
-            self.processes.append(process)
-            agent.on(process.source, partial(self._hear_rank, rank))
             environ = rank_environ(work, staged, local)
             start = RankStart(order=work, staged=staged, local_rank=local, environ=environ)
-            process.tell(pack(start), staged.payload.fd)
+            rank = Rank(numbers[local], process)
+            self.ranks.append(rank)
+            self._starts.append(start)
+            self._begin(rank, start)
+        self._replace_unfit()
+
+    def _begin(self, rank: Rank, start: RankStart) -> None:
+        """Tell a process what it is to be."""
+        self.processes.append(rank.process)
+        self._agent.on(rank.process.source, partial(self._hear_rank, rank))
+        rank.process.tell(pack(start), start.staged.payload.fd)
+
+    def _replace_unfit(self) -> None:
+        """Fork another process where one that was made a rank ahead of its order does not take this one.
+
+        It is waited for here: nothing is lost by that, as all of them have their order, and whoever
+        ends this job meanwhile is heard right afterwards, and finds ranks as they always are.
+        """
+        until = time.monotonic() + deadlines.TAKES_ORDER
+        for rank, start in zip(self.ranks, self._starts, strict=True):
+            process, source = rank.process, rank.process.source
+            if process.ahead is Ahead.NOT:
+                continue
+            if process.takes_order(until):
+                self._hear_rank(rank)  # what it said since will make nothing readable again
+                continue
+            logger.info("process %d does not take its order: another one is forked", process.pid)
+            self._agent.off(source)
+            self.processes.remove(process)
+            process.kill_tree()
+            process.disconnect()
+            assert self.preparation is not None
+            rank.process = RankProcess(self.preparation)
+            self._begin(rank, start)
+
+    @property
+    def expected_next(self) -> dict[int, GetReady]:
+        """What spares may do for the next run if that is like this one, by local rank; of a run that has ended well.
+
+        On VMs elsewhere, where the project is a copy that is unpacked for each run, and with data
+        processes, whose folder is each run's own, nothing can be done ahead.
+        """
+        work, config = self._work, self._agent.config
+        well = self._how is None and all(
+            rank.ended is not None and rank.ended.outcome == "done" for rank in self.ranks
+        )
+        usual = work.delivery is None and work.restart_count == 0 and not work.continues
+        if config.remote or not well or not usual:
+            return {}
+        found = {}
+        for rank, start in zip(self.ranks, self._starts, strict=True):
+            if rank.imported and start.staged.at_import.path:
+                found[start.local_rank] = _expected(start, rank.imported, config.scratch)
+        return found
 
     def _open_store(self) -> StoreAddress:
         wanted = self._work.store
@@ -157,6 +223,8 @@ class RankJob(Job):
                     rank.process.writes_collective = False
                 case RankKept():
                     rank.kept = said
+                case RankImported():
+                    rank.imported = said.modules
         if rank.process.source < 0:
             self._agent.off(source)
 

@@ -6,6 +6,12 @@ after the other, and each does what no order changes: it ties itself to its agen
 A run takes them; what is missing is forked then, and does the same: the two differ in nothing but
 when they were forked.
 
+Where the last run's ranks have imported much, the spares become, one after the other, the ranks
+that are expected next, and import it (rank/ready_ahead.py). That costs memory and trust in a
+comparison, so spares of other runs are left as they are. A spare that is such a rank takes the
+order that it expects; else it is ended, and a process that is forked then takes it. One that is
+still at an import when its order comes has :data:`deadlines.TAKES_ORDER` to get out of it.
+
 A spare was prepared for one environment, project and forkserver; a run with another one does not
 use it, it is ended. Spares are ended too when nothing has used them for a while, or the machine's
 memory becomes scarce. That one cannot be made, or dies, costs the next run the time of a fork and
@@ -17,26 +23,52 @@ back.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.processes import RankProcess, sweep_orphans, wait_for_all
+from taas.agent.processes import Ahead, RankProcess, sweep_orphans, wait_for_all
 from taas.agent.staging import ProjectArrival
 from taas.agent.torchrun import RunStore
 from taas.memory_limits import memory_left
 from taas.wire import deadlines
 from taas.wire.agents import KeptGone
 from taas.wire.framing import Message, pack
-from taas.wire.ranks import Preparation, RankRequest
+from taas.wire.ranks import GetReady, Preparation, RankReady, RankRequest, Readiness
+
+logger = logging.getLogger(__name__)
 
 MOST = max(8, os.cpu_count() or 1)
 """So many spares a VM has at most."""
+_LEFT_FOR_OTHERS = 0.25
+"""This share of memory stays free when spares have imported. An import takes some hundreds of MB in
+each of them, for a cell that may never come, and the notebook's next cell may load a model.
+"""
 On = Callable[[Any, Callable[[], None]], None]
+
+
+class _Surroundings(NamedTuple):
+    """What a wall stands in, seen from outside of it, and among how many ranks; a rank made ahead has it as it was."""
+
+    ranks: int
+    project: tuple[int, int]
+    mounts: bytes
+
+    @classmethod
+    def now(cls, project: str, ranks: int) -> _Surroundings | None:
+        """Return it; None where it cannot be told."""
+        try:
+            status = Path(project).stat()
+            mounts = Path("/proc/self/mountinfo").read_bytes()
+        except OSError:
+            return None
+        return cls(ranks, (status.st_dev, status.st_ino), mounts)
 
 
 class Spares:
@@ -48,49 +80,83 @@ class Spares:
         self._wanted = 0
         self._preparation: Preparation | None = None
         self._from = self._until = 0.0
+        self._ahead: dict[int, GetReady] = {}
+        self._in_vain: set[tuple[str, ...]] = set()
+        self._surroundings: _Surroundings | None = None
+        self._import_until, self._import_took = 0.0, 0
 
-    def want(self, preparation: Preparation, count: int) -> None:
-        """Expect a run with so many ranks here, like the last one."""
+    def want(
+        self, preparation: Preparation, count: int, ahead: Mapping[int, GetReady] | None = None
+    ) -> None:
+        """Expect a run with so many ranks here, like the last one; ``ahead``: which of them are made ready, by local rank."""
         self._expect(preparation, min(count, MOST))
         now = time.monotonic()
         self._from, self._until = now + deadlines.SPARES_REST, now + deadlines.SPARES_IDLE
+        tried = any(order.modules in self._in_vain for order in (ahead or {}).values())
+        if ahead and not tried and count == self._wanted:  # a run is as slow as its slowest rank
+            self._ahead = dict(ahead)
+        self._surroundings = _Surroundings.now(preparation.project, count)
 
     def _expect(self, preparation: Preparation, count: int) -> None:
         if preparation != self._preparation:
             self.end()
+            self._in_vain.clear()
         self._preparation, self._wanted = preparation, count
+        self._ahead = {}
 
     def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
-        """Give a run ``count`` processes, no longer watched: spares that were prepared for it, then fresh ones.
+        """Give a run ``count`` processes by local rank, no longer watched: spares that were prepared for it, then fresh ones.
 
-        No more spares are made until the next :meth:`want`.
+        One that was made a rank ahead says itself whether it takes the order. No more spares are
+        made until the next :meth:`want`.
 
         Raises:
             OSError, EOFError: one could not be forked.
         """
         self._expect(preparation, 0)
         self._waiting = [process for process in self._waiting if process.alive]
-        for _ in range(count):
-            if self._waiting:
-                process = self._waiting.pop(0)
-                self._off(process.sentinel)
-            else:
-                process = RankProcess(preparation)
-            yield process
+        now = _Surroundings.now(preparation.project, count)
+        if now is None or now != self._surroundings:
+            for spare in [one for one in self._waiting if one.ahead is not Ahead.NOT]:
+                self._end_one(spare)
+        for local in range(count):
+            yield self._take_one(local) or RankProcess(preparation)
+
+    def _take_one(self, local: int) -> RankProcess | None:
+        """Return the spare that is this rank already, else one that can be any."""
+        fitting = [spare for spare in self._waiting if spare.local_rank == local]
+        fitting += [spare for spare in self._waiting if spare.ahead is Ahead.NOT]
+        if not fitting:
+            return None
+        self._waiting.remove(fitting[0])
+        self._off(fitting[0].sentinel)
+        self._off(fitting[0].source)
+        return fitting[0]
 
     def step(self) -> None:
-        """Make the next one, if it is time; end all, if nobody comes or memory is short."""
+        """Make the next one, or let it get ready, if it is time; end all, if nobody comes or memory is short."""
         if not self._waiting and not self._wanted:
             return
         now = time.monotonic()
         if now > self._until or memory_left().is_scarce:
             self.end()
-        elif self._missing and now >= self._from:
-            self._make_one()
+        elif self._missing:
+            if now >= self._from:
+                self._make_one()
+        elif importing := self._importing:
+            if now > self._import_until:
+                self._give_up(importing, "takes too long to import")
+        elif self._ahead:
+            self._let_one_get_ready()
 
     @property
     def _missing(self) -> bool:
         return len(self._waiting) < self._wanted
+
+    @property
+    def _importing(self) -> RankProcess | None:
+        """The one that imports: one at a time, beside what the user does."""
+        return next((one for one in self._waiting if one.ahead is Ahead.IMPORTING), None)
 
     def _make_one(self) -> None:
         assert self._preparation is not None
@@ -106,30 +172,82 @@ class Spares:
         self._from = time.monotonic() + deadlines.SPARES_APART
         self._on(spare.sentinel, partial(self._lose, spare))
 
+    def _let_one_get_ready(self) -> None:
+        """Let the next rank be made, if that leaves others enough memory; it takes about what the last one took."""
+        left = memory_left()
+        spare = next((one for one in self._waiting if one.ahead is Ahead.NOT), None)
+        if spare is None or left.free - self._import_took < _LEFT_FOR_OTHERS * left.total:
+            self._ahead = {}
+            return
+        local = min(self._ahead)
+        self._on(spare.source, partial(self._hear, spare))
+        spare.get_ready(self._ahead.pop(local))
+        self._import_until = time.monotonic() + deadlines.IMPORTS_AHEAD
+        logger.info("spare %d becomes the local rank %d ahead of its order", spare.pid, local)
+
+    def _hear(self, spare: RankProcess) -> None:
+        source = spare.source
+        for said in spare.hear():
+            if not isinstance(said, RankReady):
+                continue
+            if said.state is Readiness.IMPORTED:
+                spare.ahead, self._import_took = Ahead.READY, said.nbytes
+            else:
+                self._give_up(spare, said.unfit)
+        if spare.source < 0:
+            self._off(source)
+
+    def _give_up(self, spare: RankProcess, why: str) -> None:
+        """End one that cannot be made a rank ahead, and make no other such, but one as before."""
+        logger.info("spare %d is ended: it %s", spare.pid, why)
+        if spare.expected is not None:
+            self._in_vain.add(spare.expected.modules)
+        self._ahead = {}
+        self._end_one(spare)
+
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
+        now = time.monotonic()
         if self._missing:
-            return max(0.0, self._from - time.monotonic())
+            return max(0.0, self._from - now)
+        if self._importing is not None:
+            return max(0.0, min(self._import_until - now, deadlines.SPARES_LOOK))
+        if self._ahead:
+            return 0.0
         return deadlines.SPARES_LOOK if self._waiting else None
 
     def _lose(self, spare: RankProcess) -> None:
         """One is gone, for whatever reason: make no others in its place."""
+        if spare.ahead is Ahead.IMPORTING and spare in self._waiting:
+            self._hear(spare)  # the end of a process may be seen before its last word
+            if spare not in self._waiting:
+                return  # it said why
+        if spare.ahead is Ahead.IMPORTING and spare.expected is not None:
+            self._in_vain.add(spare.expected.modules)  # an import has ended it, or took the memory
         self._off(spare.sentinel)
+        self._off(spare.source)
         spare.disconnect()
         if spare in self._waiting:
             self._waiting.remove(spare)
-        self._wanted = 0
+        self._wanted, self._ahead = 0, {}
         if not self._forkserver.outlived(untold=spare.untold):
             sweep_orphans((self._forkserver.pid,))
 
+    def _end_one(self, spare: RankProcess) -> None:
+        """End one, with what its imports may have started."""
+        self._waiting.remove(spare)
+        self._off(spare.sentinel)
+        self._off(spare.source)
+        if spare.ahead is not Ahead.NOT:
+            spare.kill_tree()
+        spare.send(signal.SIGKILL)
+        spare.disconnect()
+
     def end(self) -> None:
         """End all."""
-        for spare in self._waiting:
-            self._off(spare.sentinel)
-            spare.send(signal.SIGKILL)
-            spare.disconnect()
-        self._waiting.clear()
-        self._wanted = 0
+        for spare in [*self._waiting]:
+            self._end_one(spare)
+        self._wanted, self._ahead = 0, {}
 
     def forget(self) -> None:
         """Let go of those of another forkserver, which ended with it, and bury them."""

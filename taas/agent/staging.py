@@ -114,6 +114,7 @@ class Staging:
             output=self._output,
             scratch=self._scratch,
             since_ns=self.project.since_ns,
+            at_import=self._order.workspace.at_import,
         )
 
     def take(self, chunk: Chunk) -> None:

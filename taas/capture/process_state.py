@@ -659,6 +659,34 @@ def of_notebook() -> dict[str, Any]:
     return state
 
 
+_NOT_SEEN_BY_IMPORTS = frozenset({
+    "environment", "sys.path", "sys.argv", "time zone", "working directory",  # compared by themselves
+    "random numbers", "numbers of hooks",  # what draws at import is found out
+    "warning filters", "log levels", "names of log levels", "levels of all logs", "formats and aliases of IPython",
+    "print options of NumPy", "print options of torch", "how figures are shown", "figures are shown",
+    "open files", "garbage collection", "threads of torch",
+})  # fmt: skip
+"""State that is no matter for what a module makes at import: how things look, and what ranks have of
+their own.
+"""
+
+
+def path_and_arguments() -> tuple[list[str], list[str]]:
+    """Return the notebook's ``sys.path`` and ``sys.argv`` as they travel to ranks."""
+    return [*sys.path], _arguments(sys)
+
+
+def seen_by_imports(*, rank: bool) -> dict[str, str]:
+    """Return what of this process's state a module may find at import, each kind as a text, of what is loaded.
+
+    A module makes tensors of the default dtype, and a filter makes an error of its warning.
+    """
+    found = _take(row for row in table(rank=rank) if row.name not in _NOT_SEEN_BY_IMPORTS)
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    found["warnings that are errors"] = [entry for entry in filters if entry[0] == "error"]
+    return {name: repr(value) for name, value in found.items()}
+
+
 class ProcessState:
     """A rank's state, set to what :func:`of_notebook` returned; ``device`` is its CUDA device."""
 

@@ -50,6 +50,25 @@ def _row(
     )
 
 
+MAY_DIFFER = frozenset(
+    {
+        "collect",
+        "data_vms",
+        "hang_timeout",
+        "keep",
+        "name",
+        "notify",
+        "output",
+        "post_mortem",
+        "prebuffer",
+        "returned",
+        "uneven",
+        "units",
+    }
+)
+"""Fields of `RunSpec` in which two ``--keep`` cells may differ and still run in the same ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """What a header asks for, checked and complete; the rows' help says what the options do.
@@ -139,6 +158,11 @@ class RunSpec:
         if isinstance(self.output, tuple):
             return self.output
         return {"0": (0,), "all": tuple(range(self.world_size)), "none": ()}[self.output]
+
+    def of_ranks(self) -> dict[str, object]:
+        """Return what two cells must have in common to run in the same ranks, by field."""
+        names = [one.name for one in fields(self) if one.name not in MAY_DIFFER]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def world_size(self) -> int:

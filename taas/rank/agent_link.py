@@ -43,6 +43,7 @@ from taas.wire.ranks import (
     NOTICE,
     Answer,
     Asking,
+    GetReady,
     RankEnded,
     RankHears,
     RankRequest,
@@ -90,12 +91,22 @@ class AgentLink:
         """Send the agent a message."""
         send(self._agent, pack(message))
 
-    def next_order(self) -> Order | None:
-        """Return the next order; None: there is none, and this process may leave; EOFError: the agent is gone."""
+    def next_order(self) -> Order | GetReady | None:
+        """Return the next order; None: there is none, and this process may leave; EOFError: the agent is gone.
+
+        Before its first order a process may be told to get ready for that.
+        """
         if self._noticed >= 0:
             return self._orders.get()
         data, descriptors = receive(self._agent)
-        return _order(_read(data), descriptors)
+        said = _read(data)
+        return said if isinstance(said, GetReady) else _order(said, descriptors)
+
+    def has_word(self) -> bool:
+        """Whether the agent has said something that was not heard yet, or is gone; before the first cell."""
+        poll = select.poll()
+        poll.register(self._agent.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def in_cell(self) -> bool:

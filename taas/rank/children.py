@@ -25,13 +25,14 @@ import cloudpickle
 from taas.import_hooks import after_import
 
 _NAMESPACE = "globals of the notebook"
-_membership = b""
+_membership: Any = None
+"""The rank's, as it is when a child is started: the next run of ranks that stay may have another store."""
 
 
 def install(membership: Any) -> None:
     """Let children know the notebook's names; those that import torch take the membership over, as no members."""
     global _membership
-    _membership = pickle.dumps(membership)
+    _membership = membership
     BaseProcess.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
     if membership.rehearsed:
         os.register_at_fork(after_in_child=_compute_in_one_thread)
@@ -86,7 +87,7 @@ def _reduce(process: BaseProcess) -> tuple[Any, ...]:
     pickler.dump(process)
     pickler.dump(pickler.named)
     pickler.dump(pickler.cells)
-    return _arrive, (_membership, file.getvalue())
+    return _arrive, (pickle.dumps(_membership), file.getvalue())
 
 
 def _arrive(membership: bytes, packed: bytes) -> BaseProcess:

@@ -2,7 +2,7 @@
 
 What it does at its first order has an order that is part of the design: the write rule while the
 process has one thread, the rehearsal before a library but torch is imported, the names before the
-shell.
+shell. All but the names may be done ahead of the order (rank/ready_ahead.py).
 """
 
 from __future__ import annotations
@@ -25,18 +25,31 @@ from typing import Any, NoReturn
 import psutil
 
 from taas import adopt, capture, project_sync, rehearsal
+from taas.capture.import_draws import last_imported
 from taas.errors import CaptureError
 from taas.project_sync import files_on_demand
 from taas.rank import children, lifeline
-from taas.rank.agent_link import AgentLink
+from taas.rank.agent_link import AgentLink, Order
 from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
 from taas.rank.outlet import Outlet
+from taas.rank.ready_ahead import ReadyAhead, installed_modules, low_priority
 from taas.rank.shell import RankShell, make_ready
 from taas.rank.users_traceback import lines_of, users_lines_of
 from taas.rank_storage import Guard, guard, scratch_of
 from taas.runs.places import no_room
 from taas.runs.stacks import answer_requests
-from taas.wire.ranks import Preparation, RankEnded, RankKept, RankOrder, RankStart, preparation_of
+from taas.wire.ranks import (
+    GetReady,
+    Preparation,
+    RankEnded,
+    RankImported,
+    RankKept,
+    RankOrder,
+    RankReady,
+    RankStart,
+    Readiness,
+    preparation_of,
+)
 
 
 def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
@@ -62,12 +75,16 @@ class _Orders:
     def __init__(self, shell: RankShell | None, link: AgentLink, outlet: Outlet) -> None:
         self._shell, self._link, self._outlet = shell, link, outlet
         self._rank: Prepared | None = None
+        self._ahead: ReadyAhead | None = None
+        self._last_of_all = last_imported()
 
     def carry_out(self) -> int:
         ended: RankEnded | None = None
-        while (order := self._link.next_order()) is not None:
+        while (order := self._next_order()) is not None:
             lifeline.name_process(lifeline.OWN_NAME)
             start, payload = order
+            if self._ahead is not None:
+                self._take_or_leave(self._ahead, start)
             try:
                 ended = self._be(start, payload)
             except (
@@ -88,6 +105,43 @@ class _Orders:
         _end_as_python_does()
         return 0 if done else 1
 
+    def _next_order(self) -> Order | None:
+        while isinstance(said := self._link.next_order(), GetReady):
+            unfit = self._get_ready(said)
+            state = Readiness.UNFIT if unfit else Readiness.IMPORTED
+            self._link.send(RankReady(state=state, nbytes=_own_memory(), unfit=unfit))
+            if unfit:
+                os._exit(1)
+        return said
+
+    # ------------------------------------------------------------ ahead of the first order
+
+    def _get_ready(self, told: GetReady) -> str:
+        """Be the rank that is expected, and import; return why this process is of no use now, or nothing."""
+        if self._shell is None:
+            return "has no shell"
+        self._outlet.open_nowhere()
+        try:
+            self._rank = become_rank(told.start, self._shell, outlives_run=True)
+            self._ahead = ReadyAhead(told, self._rank.wall)
+            with low_priority():
+                self._ahead.import_modules(self._shell, self._link.has_word)
+            self._outlet.flush()
+        except Exception as error:  # it is half made: the next run will meet it, and say so
+            return f"raises {type(error).__name__}: {error}"
+        return "; ".join(self._ahead.unfit)
+
+    def _take_or_leave(self, ahead: ReadyAhead, start: RankStart) -> None:
+        """Say whether this process takes the order that came, and end if not: it is a rank already, and no other one."""
+        self._ahead = None
+        fits = ahead.fits(start)
+        self._link.send(RankReady(state=Readiness.TAKES if fits else Readiness.UNFIT))
+        if not fits:
+            os._exit(1)
+        adopt.join(start.order.store)
+
+    # ------------------------------------------------------------ an order
+
     def _be(self, start: RankStart, payload: int) -> RankEnded:
         link, outlet = self._link, self._outlet
         outlet.open(Path(start.staged.output) / str(start.rank))
@@ -102,6 +156,8 @@ class _Orders:
                 loader.disconnect()
         if start.order.cell.spec.keep and self._rank is not None:
             link.send(RankKept(rank=start.rank, **self._rank.sizes()))
+        elif ended.outcome == "done" and (modules := installed_modules(self._last_of_all)):
+            link.send(RankImported(modules=modules))
         return ended
 
     def _run(self, start: RankStart, payload: int) -> RankEnded:
@@ -110,7 +166,8 @@ class _Orders:
                 shell = self._shell or make_ready(
                     preparation_of(start.order, start.staged), self._outlet
                 )
-                self._rank = become_rank(start, shell, payload)
+                capture.check_versions(capture.peek(payload))
+                self._rank = become_rank(start, shell, outlives_run=start.order.cell.spec.keep)
             self._rank.take_in(start, payload)
         except KeyboardInterrupt as error:
             return failed(start.rank, error)
@@ -197,19 +254,21 @@ class Prepared:
 
     def sizes(self) -> dict[str, int]:
         """Return the memory that this process holds while it waits, as a `RankKept` has it."""
-        host, gpus = psutil.Process().memory_full_info().uss, adopt.own_gpu.give_back_unused()
-        return {"host_bytes": host, "gpu_bytes": gpus}
+        return {"host_bytes": _own_memory(), "gpu_bytes": adopt.own_gpu.give_back_unused()}
 
 
-def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
-    """Make this process what the contract says a rank is, but for the names."""
+def _own_memory() -> int:
+    return int(psutil.Process().memory_full_info().uss)
+
+
+def become_rank(start: RankStart, shell: RankShell, *, outlives_run: bool) -> Prepared:
+    """Make this process what the contract says a rank is, but for the names; it may be a rank of later runs, too."""
     order, local_rank, staged = start.order, start.local_rank, start.staged
-    capture.check_versions(capture.peek(payload))
     if not hasattr(shell, "kernel") or start.rank not in order.cell.spec.shown_ranks():
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
     project = project_sync.entered(staged.replica, staged.project, functools.partial(_tell, start))
-    wall = _enter_storage(start, project)
+    wall = _enter_storage(start, project, outlives_run=outlives_run)
     _enter_project(start, project)
     device = _enter_device(order, local_rank)
     membership = adopt.Membership(
@@ -232,14 +291,14 @@ def _tell(start: RankStart, text: str) -> None:
         print(f"taas: VM {start.order.vm}: {text}")  # noqa: T201
 
 
-def _enter_storage(start: RankStart, project: str) -> Guard:
+def _enter_storage(start: RankStart, project: str, *, outlives_run: bool) -> Guard:
     """Raise the wall around the project; this process has one thread, and has what it needs of others."""
     order, staged = start.order, start.staged
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     sockets = "" if order.delivery is None else order.delivery.folder
     ours = [staged.output, order.store.folder, sockets, staged.on_demand]
-    if order.cell.spec.keep:  # later runs have other folders beside these
+    if outlives_run:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(
         project=project,

@@ -30,11 +30,9 @@ class _EventFile:
         self._raw = (-1, -1)
         self.lost_bytes = 0
 
-    def open(self, folder: Path) -> None:
-        """Write to the file of a folder from now on; C-level stdout and stderr go there already."""
-        opened = os.open(
-            folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
+    def open(self, path: Path) -> None:
+        """Write to a file from now on; C-level stdout and stderr go to those beside it already."""
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if self._fd < 0:
             self._fd, self._raw = opened, (os.dup(1), os.dup(2))
         else:
@@ -137,13 +135,21 @@ class Outlet:
 
     def open(self, folder: Path) -> None:
         """Write to a folder from now on, what C code and child processes write to descriptors 1 and 2 included."""
-        for number, name in ((1, STDOUT), (2, STDERR)):
-            fd = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._lead(folder / STDOUT, folder / STDERR, folder / EVENTS)
+
+    def open_nowhere(self) -> None:
+        """Be what this process prints to, as libraries note at import, and write nowhere until it is opened."""
+        nowhere = Path(os.devnull)
+        self._lead(nowhere, nowhere, nowhere)
+
+    def _lead(self, stdout: Path, stderr: Path, events: Path) -> None:
+        for number, name, path in ((1, STDOUT, stdout), (2, STDERR, stderr)):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             os.dup2(fd, number)
             os.close(fd)
             # C's printf by lines, as a terminal has it, rather than by 4 KiB
             self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
-        self.events.open(folder)
+        self.events.open(events)
         self.streams = self.streams or tuple(
             _RankStream(self.events, kind).as_text() for kind in (0, 1)
         )

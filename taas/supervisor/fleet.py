@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,6 @@ from taas.engines import AgentConfig, Demand, Engine, EngineChoice
 from taas.engines.chosen import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, RanksGone
-from taas.header.options import RunSpec
 from taas.supervisor.connections import ControlSocket
 from taas.supervisor.vms import KEPT, DataVms, Vm, demand_of, share_gpus
 from taas.wire import deadlines
@@ -30,23 +28,6 @@ if TYPE_CHECKING:
     from taas.supervisor.runs import Run
 
 
-_MAY_DIFFER = frozenset(
-    {
-        "collect",
-        "data_vms",
-        "hang_timeout",
-        "keep",
-        "name",
-        "notify",
-        "output",
-        "post_mortem",
-        "prebuffer",
-        "returned",
-        "uneven",
-        "units",
-    }
-)
-"""Fields of `RunSpec` in which two ``--keep`` cells may differ and still run in the same ranks."""
 _IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "project folder"}
 
 
@@ -433,10 +414,9 @@ def _check_alike(run: Run, submit: Submit) -> None:
 
 def _lasting(submit: Submit) -> dict[str, object]:
     """Return what two cells must have in common to run in the same ranks."""
-    fields = [field.name for field in dataclasses.fields(RunSpec) if field.name not in _MAY_DIFFER]
     return {
         "world_size": submit.cell.spec.world_size,
-        **{name: getattr(submit.cell.spec, name) for name in fields},
+        **submit.cell.spec.of_ranks(),
         "engine": f"{submit.engine.kind} {submit.engine.address}".rstrip(),
         "project": submit.workspace.project,
     }

@@ -17,6 +17,8 @@ STILL = 0.2  # of sleep in C code: such a main thread changes no names, so anoth
 TICK_OF_RUNS = 0.25  # between two looks of a supervisor at its runs; at the queue each second
 HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
 SAME_END = 0.3  # for a rank in the cell after another one has failed: it may fail itself
+# for a spare to end the import it is at, and to say whether it takes an order; else one is forked
+TAKES_ORDER = 0.5
 USAGE_FIRST = 0.5  # until ranks are looked at first: shorter runs show no use
 TERM_TO_KILL = 0.6  # from a rank's SIGTERM to its SIGKILL
 BREAK_OFF = 1.0  # of sleep after an interrupt: such a main thread seems to wait for other ranks
@@ -54,6 +56,7 @@ NAMES_AHEAD = 20.0
 SPARES_LOOK = 20.0  # between two looks whether the machine has memory for spares
 STORE_OPENS = 30.0  # for the store of a run on several machines to listen
 CONNECT = 60.0  # for an agent elsewhere to reach its supervisor
+IMPORTS_AHEAD = 60.0  # for a spare to import what the last rank imported
 LATE_FILE = 60.0  # for any part of a file to come that did not travel with the project
 NAMES_PACKED = 60.0  # for rank 0 to pack its names after a failure
 SPARES_IDLE = 15 * 60.0  # for the next run to come before its spares are ended

@@ -10,6 +10,7 @@ own; the agent never waits.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import socket
@@ -112,7 +113,33 @@ class RankUse(msgspec.Struct, frozen=True):
     gpu_nbytes: int = 0
 
 
-RankSays = RankStage | Asking | RankEnded | RankKept
+class RankImported(Message, frozen=True):
+    """The installed modules that a rank has imported beyond what it was forked with, in order."""
+
+    modules: tuple[str, ...]
+
+
+class Readiness(enum.Enum):
+    """What a spare that was told to :class:`GetReady` says of itself."""
+
+    IMPORTED = "imported"  # all that it was told to import, or what could be imported
+    TAKES = "takes"  # the order is the one that it is ready for
+    UNFIT = "unfit"  # it is not what a fresh process would be: it leaves, or is to be ended
+
+
+class RankReady(Message, frozen=True):
+    """How far a spare is that was told to get ready.
+
+    ``nbytes`` is the memory that only it has, ``unfit`` what it does that it should not, for the
+    log.
+    """
+
+    state: Readiness
+    nbytes: int = 0
+    unfit: str = ""
+
+
+RankSays = RankStage | Asking | RankEnded | RankKept | RankImported | RankReady
 
 
 class Answer(Message, frozen=True):
@@ -185,6 +212,19 @@ class Cell(msgspec.Struct, frozen=True):
     own_gpu_first: bool = False
 
 
+class AtImport(msgspec.Struct, frozen=True):
+    """What a module may read of a notebook's process while it is imported, beside the environment; empty: nobody can tell.
+
+    Attributes:
+        path, arguments: ``sys.path`` and ``sys.argv``, as they travel to ranks.
+        settings: other state of the process, each kind as a text that is equal where it is.
+    """
+
+    path: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    settings: dict[str, str] = {}
+
+
 class Workspace(msgspec.Struct, frozen=True):
     """The environment of a notebook on its machine.
 
@@ -197,6 +237,7 @@ class Workspace(msgspec.Struct, frozen=True):
     project: str
     environ: dict[str, str]
     changed: tuple[str, ...] = ()
+    at_import: AtImport = AtImport()
 
 
 class Staged(msgspec.Struct, frozen=True):
@@ -210,6 +251,7 @@ class Staged(msgspec.Struct, frozen=True):
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for the project files that ranks other than 0 write.
         since_ns: when the run began, by the clock of the project's (or its copy's) file system.
+        at_import: what modules that ranks import may read of the notebook's process.
     """
 
     payload: Memory
@@ -220,6 +262,7 @@ class Staged(msgspec.Struct, frozen=True):
     output: str
     scratch: str
     since_ns: int
+    at_import: AtImport = AtImport()
 
 
 class RankOrder(Message, frozen=True):
@@ -285,7 +328,22 @@ def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
     return Preparation(staged.environ, project, cell.colors, cell.shell_class)
 
 
-RankHears = RankStart | RankRequest | Answer
+VARIABLES_OF_A_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+"""Variables of a rank that each run has others of; the rest of them two like runs have in common."""
+
+
+class GetReady(Message, frozen=True):
+    """Become the rank that the next order is expected to ask for, and import ``modules``.
+
+    ``start`` is what the last order told that rank, but for :data:`VARIABLES_OF_A_RUN`; its scratch
+    is a folder for this purpose.
+    """
+
+    start: RankStart
+    modules: tuple[str, ...]
+
+
+RankHears = RankStart | GetReady | RankRequest | Answer
 
 
 # ---------------------------------------------------------------- the socket pair
