@@ -1,1 +1,1 @@
-"""The program that runs on every VM: it starts the processes of runs as jobs, watches them and ends them."""
+"""The program that runs on every VM: it starts, watches and ends the processes of runs."""

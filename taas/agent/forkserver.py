@@ -64,7 +64,7 @@ def read_at_import(environ: dict[str, str]) -> dict[str, str]:
 
 
 def _ends(pid: int | None, seconds: float) -> bool:
-    """Whether a process is gone, or is so within a time; one that cannot be looked at is taken to be there."""
+    """Whether a process is gone, or goes within a time; one that cannot be seen is there."""
     if pid is None:
         return True
     try:
@@ -78,7 +78,7 @@ def _ends(pid: int | None, seconds: float) -> bool:
 
 
 def fork(target: Callable[..., None], *arguments: Any) -> Any:
-    """Fork a process that calls a function, by its name: the agent imports nothing of what it needs.
+    """Fork a process that calls a function; the agent imports nothing of what it needs.
 
     Raises:
         OSError, EOFError: the forkserver cannot fork, or was killed in the very moment: the next
@@ -97,7 +97,7 @@ class _MadeFor(NamedTuple):
 
 
 class Forkserver:
-    """multiprocessing's one forkserver of this process, started again when it went or is out of date."""
+    """multiprocessing's one forkserver of this process; restarted when gone or out of date."""
 
     def __init__(self, *, rehearsed: bool = True, idle: bool = False) -> None:
         self._idle = idle
@@ -112,7 +112,7 @@ class Forkserver:
         return pid
 
     def outlived(self, *, untold: bool = False) -> bool:
-        """Whether it is there; ``untold``: it did not tell how one of its processes ended, as it tells of each.
+        """Whether it is there; ``untold``: it has not told how one of its processes ended.
 
         A forkserver that is killed closes the sentinels of its processes a moment before it is
         dead, and they are this process's children.
@@ -134,7 +134,7 @@ class Forkserver:
         del os.environ[_IDLY]
 
     def _hurry(self) -> None:
-        """Somebody waits for it now: let it import as fast as it can, where this user may raise a priority again."""
+        """Let it import at full speed, as a run waits; where this user may raise a priority."""
         idle, self._idle = self._idle, False
         if idle and self.pid is not None:
             for thread in Path(f"/proc/{self.pid}/task").glob("*"):
@@ -167,7 +167,7 @@ class Forkserver:
         return changed
 
     def _end(self) -> None:
-        """SIGKILL it, and with it what was forked from it: each holds the pipe whose end would end it gently."""
+        """SIGKILL it, and so what it forked: its pipe's end never comes, as each fork holds it."""
         if self.pid is not None:
             logger.info("forkserver %d is ended: another environment is asked for", self.pid)
             with contextlib.suppress(ProcessLookupError):

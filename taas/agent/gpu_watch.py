@@ -1,4 +1,4 @@
-"""What the GPUs of a run do, by way of nvidia-ml-py, where that is installed: asking makes no CUDA context, in no process.
+"""What the GPUs of a run do, by nvidia-ml-py, if installed: asking makes no CUDA context.
 
 A call of NVIDIA's library takes as long as its driver likes, minutes where a GPU has fallen off the
 bus. So a thread asks, and the agent's loop takes what that has found last. The library is loaded
@@ -52,7 +52,7 @@ class GpuWatch:
         return self._found
 
     def end(self) -> None:
-        """Let the thread shut the library down; it is not waited for, as its call may never return."""
+        """Let the thread shut the library down, without a wait: its call may never return."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -84,7 +84,7 @@ class GpuWatch:
 
 
 def _handle(nvml: Any, name: str, device: str) -> Any:
-    """Return the library's handle of a GPU; None where it knows none by its place on the bus, nor by a whole UUID."""
+    """Return the library's handle of a GPU by bus address or whole UUID; None if unknown."""
     with contextlib.suppress(nvml.NVMLError):
         if device != name:
             return nvml.nvmlDeviceGetHandleByPciBusId(device)
@@ -103,7 +103,7 @@ def _use(nvml: Any, handles: Sequence[Any], pid: int) -> GpuUse:
 
 
 def _held(nvml: Any, handle: Any, pid: int) -> int:
-    """Return the bytes that a process holds, if the driver names it: in a container it may know it by another number."""
+    """Return the bytes that a process holds, if the driver knows it by this process id."""
     with contextlib.suppress(nvml.NVMLError):
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
             if process.pid == pid and process.usedGpuMemory is not None:

@@ -1,4 +1,4 @@
-"""Imported first by a forkserver, by its main thread: it ends with its agent, stopped or not, and so do those it has just forked.
+"""Imported first by a forkserver: it, and what it has just forked, ends with its agent.
 
 It gets the parent-death signal (prctl(2), PR_SET_PDEATHSIG), which ends with the thread that asked
 for it. Its children have none until they tie themselves (rank/lifeline.py). Who is stopped before

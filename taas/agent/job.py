@@ -1,4 +1,4 @@
-"""A job: a group of processes of one run on this VM, from its order until the supervisor may forget it.
+"""A job: processes of one run on this VM, from the order until the supervisor forgets it.
 
 Staged in, forked, watched, mirrored, ended, reaped: that is the same for the ranks of a run
 (:mod:`taas.agent.rank_job`), for its planner and for its worker pools, with their data workers.
@@ -260,7 +260,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
 
 
 def _write_to(log: str) -> None:
-    """Let what user code prints there go to the run's folder; where it cannot, it goes to the agent's log.
+    """Lead what user code prints to the run's folder; where that fails, to the agent's log.
 
     Each line at once: a data worker is killed at the run's end, with all that it has not written
     yet.

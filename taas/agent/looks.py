@@ -1,4 +1,4 @@
-"""Looking at ranks from outside: how they are and what they use, and stacks, which faulthandler writes when asked."""
+"""Ranks seen from outside: their state, what they use, and stacks from faulthandler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _StackQuery:
 
 
 def main_frames(dump: str, preface: Preface) -> tuple[Frame, ...] | None:
-    """Find the main thread in what faulthandler wrote, its innermost frame first; None if it is not there."""
+    """Find the main thread in faulthandler's text, innermost frame first; None: it is not there."""
     starts = list(_THREAD.finditer(dump))
     for number, start in enumerate(starts):
         if int(start[1], 16) == preface.main_thread:
@@ -70,7 +70,7 @@ def _cell(file: str, preface: Preface) -> int | None:
 
 
 def last_words(folder: Path, cell: str, execution_count: int) -> str:
-    """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it; from its output."""
+    """Return where a fatal signal ended a rank, and what C++ said; from the rank's output."""
     words = ""
     with contextlib.suppress(OSError, Unreadable):  # it died before it had got that far
         with (folder / STACKS).open("rb") as file:
@@ -162,7 +162,7 @@ class RankUsage:
         return time.monotonic() >= self._next
 
     def look(self, ranks: Sequence[Rank], environ: Mapping[str, str]) -> tuple[RankUse, ...]:
-        """Return what is to be told of them; nothing where that was told before. ``environ`` is the notebook's."""
+        """Return their use where it changed since the last call; ``environ`` is the notebook's."""
         self._next = time.monotonic() + deadlines.USAGE_LOOK
         if self._watch is None and any(self._gpus) and any(rank.ended is None for rank in ranks):
             self._watch = GpuWatch(self._gpus, [rank.process.pid for rank in ranks], environ)

@@ -67,7 +67,7 @@ class Agent:
         self._socket.connect(config.endpoint)
 
     def run(self) -> str:
-        """Serve until the supervisor is gone, then end all that was started here; returns why it could not be reached."""
+        """Serve until the supervisor is gone, end all; return why it could not be reached."""
         self._import_ahead()
         self._sources.on(self._socket, self._hear_supervisor)
         self._sources.on(sys.stdin.fileno(), self._lose_supervisor)
@@ -90,7 +90,7 @@ class Agent:
         return self._why
 
     def _import_ahead(self) -> None:
-        """Start the forkserver; elsewhere as the first run will want it, for its second start takes as long."""
+        """Start the forkserver; elsewhere as the first run wants it: a restart takes as long."""
         config = self.config
         if config.remote:
             environ = environment(config.demand.environ, config.demand.changed, config)
@@ -136,7 +136,7 @@ class Agent:
                 self._jobs[message.run, message.job].hear(message.said)
 
     def _forget(self, job: Job) -> None:
-        """The supervisor has what it needs of a job; what its ranks were is what the next run's will be."""
+        """Forget a job that is over; the next run's ranks are expected to be like its."""
         job.close()
         if not isinstance(job, RankJob) or job.stays:
             return
@@ -155,7 +155,7 @@ class Agent:
             self._supervisor_gone, self._why = True, why
 
     def _end_all(self) -> None:
-        """Leave nothing, whatever goes wrong with one thing; the system ends what is not ended here."""
+        """End all, whatever fails; the system ends what this does not."""
         logger.info("ends all that it has started")
         self._ending.set()
         _linux.kill_in(deadlines.END_AGENT)
@@ -177,7 +177,7 @@ class Agent:
 
 
 def _die_when_stopped(ending: threading.Event) -> None:
-    """Let the system kill this process, and so its ranks, when it is stopped for long; a thread's."""
+    """Let the system kill this process, and so its ranks, when it is stopped for long."""
     _linux.kill_in(deadlines.AGENT_STOPPED)
     while not ending.wait(deadlines.SHOW_ALIVE):
         _linux.kill_in(deadlines.AGENT_STOPPED)

@@ -1,4 +1,4 @@
-"""Processes forked from the forkserver, signalled by their record, and how trees of processes end: killed, then what is left.
+"""Processes forked from the forkserver, and how trees of processes are ended.
 
 An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays
 below the agent, also when it made a session of its own and its parent is gone. So a descendant of
@@ -50,7 +50,7 @@ SWEEPS = 10
 
 
 class ForkedProcess:
-    """One process that multiprocessing has started; its ``sentinel`` becomes readable when it is gone.
+    """A process that multiprocessing has started; its ``sentinel`` is readable when it is gone.
 
     Attributes:
         gone: whether its end was seen.
@@ -76,7 +76,7 @@ class ForkedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """As multiprocessing has it, which reads it in the same way; None as long as it is there, and where it is ``untold``.
+        """Its exit code as multiprocessing has it; None while it is there, or ``untold``.
 
         multiprocessing makes 255 of the latter, which a process may leave with as well.
         """
@@ -140,7 +140,7 @@ class RankProcess(ForkedProcess):
 
     @property
     def source(self) -> int:
-        """A descriptor that becomes readable when it has said something, or says no more; -1 once it is disconnected."""
+        """A descriptor that is readable when it says something, or no more; -1: disconnected."""
         return self._connection.fileno()
 
     def tell(self, message: bytes, *descriptors: int) -> None:
@@ -149,7 +149,7 @@ class RankProcess(ForkedProcess):
             tell(self._connection, message, *descriptors)
 
     def interrupt(self) -> None:
-        """Send it SIGINT as a terminal does: it, and the programs that it runs (``os.system``, ``subprocess.run``).
+        """Send SIGINT, as a terminal does, to it and to the programs that it runs.
 
         While libc's system(3) waits for a program, the process ignores SIGINT. It is told so, and
         repeats it afterwards.
@@ -174,7 +174,7 @@ class RankProcess(ForkedProcess):
         return False
 
     def _programs(self) -> list[psutil.Process]:
-        """Return what a Ctrl-C in a terminal would reach besides it: other programs in its process group.
+        """Return the other programs that a Ctrl-C in a terminal would reach.
 
         What ``multiprocessing`` started is left alone, though it would be reached, too: a
         DataLoader's workers end at a SIGINT, and the cell's ``except`` and ``finally`` may go on
@@ -196,7 +196,7 @@ class RankProcess(ForkedProcess):
         return found
 
     def ask_collective(self) -> None:
-        """Ask it to write down which collective it waits in; one that has not answered yet is not asked again."""
+        """Ask it to write down which collective it waits in, unless it has yet to answer."""
         if not self.writes_collective:
             self.writes_collective = True
             self.tell(pack(RankRequest(what="collective")))
@@ -222,7 +222,7 @@ class RankProcess(ForkedProcess):
         self.tell(pack(order))
 
     def takes_order(self, until: float) -> bool:
-        """Wait until it has said whether it takes the order that it was told; False: it does not, is gone, or late."""
+        """Wait until it says whether it takes its order; False: it does not, is gone, or late."""
         heard: list[RankSays] = []
         while True:
             said = self.hear()
@@ -255,7 +255,7 @@ def become_subreaper() -> None:
 
 
 def kill_tree(roots: Iterable[psutil.Process]) -> None:
-    """SIGKILL processes and all their descendants, and wait until they are dead, two seconds at most.
+    """SIGKILL processes and all their descendants; wait for their death, two seconds at most.
 
     Helpers that clean up behind the dead are left to themselves, and end then.
     """
@@ -302,7 +302,7 @@ def wait_for_all(handles: Iterable[int], seconds: float) -> None:
 
 
 def sweep_orphans(own: Collection[int | None]) -> None:
-    """End this process's adopted orphans: its children but those in ``own``; again until there are none."""
+    """End this process's orphans: its children but those in ``own``, until there are none."""
     for _ in range(SWEEPS):
         if not (left := orphans(own)):
             return
@@ -310,7 +310,7 @@ def sweep_orphans(own: Collection[int | None]) -> None:
 
 
 def orphans(own: Collection[int | None]) -> list[psutil.Process]:
-    """Return this process's children but those in ``own``; those that have ended by themselves are buried."""
+    """Return this process's children but those in ``own``; reap those that have ended."""
     return [
         child for child in psutil.Process().children() if child.pid not in own and not _ended(child)
     ]

@@ -1,4 +1,4 @@
-"""The ranks of one run on one VM as a job: they say how they end, and hold rank 0's names until these were taken.
+"""The ranks of one run on one VM as a job, which also holds rank 0's names until taken.
 
 Each process's sentinel is watched, and what the rank itself said last.
 """
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def _expected(start: RankStart, modules: tuple[str, ...], scratch: str) -> GetReady:
-    """Return the order for a spare to be the rank that another one was; what it writes before its run goes to a scratch."""
+    """Return the order for a spare to become a rank like the last one, with a scratch apart."""
     environ = {n: v for n, v in start.environ.items() if n not in VARIABLES_OF_A_RUN}
     staged = msgspec.structs.replace(start.staged, scratch=str(Path(scratch) / "ahead"))
     return GetReady(
@@ -132,7 +132,7 @@ class RankJob(Job):
         rank.process.tell(pack(start), start.staged.payload.fd)
 
     def _replace_unfit(self) -> None:
-        """Fork another process where one that was made a rank ahead of its order does not take this one.
+        """Fork a process in the place of each that was made ahead and does not take its order.
 
         It is waited for here: nothing is lost by that, as all of them have their order, and whoever
         ends this job meanwhile is heard right afterwards, and finds ranks as they always are.
@@ -156,7 +156,7 @@ class RankJob(Job):
 
     @property
     def expected_next(self) -> dict[int, GetReady]:
-        """What spares may do for the next run if that is like this one, by local rank; of a run that has ended well.
+        """What spares do ahead of a next run like this one, by local rank, if this ended well.
 
         On VMs elsewhere, where the project is a copy that is unpacked for each run, and with data
         processes, whose folder is each run's own, nothing can be done ahead.
@@ -247,7 +247,7 @@ class RankJob(Job):
         self._say(said)
 
     def _hold_answer(self, answer: Memory) -> Memory:
-        """Open rank 0's answer here, so that the rank may go; returns it as the supervisor gets at it."""
+        """Open rank 0's answer here, so that the rank may go; return it for the supervisor."""
         if answer is not self._stood:
             if self._answer >= 0:
                 os.close(self._answer)

@@ -1,4 +1,4 @@
-"""Processes that wait for the order to be a rank: spare ones, forked ahead while nothing runs, and ranks that stay.
+"""Processes that wait for an order to be a rank: spares, and ranks that stay.
 
 A fork of the forkserver and a rank's own start cost more processor time than all that follows until
 the cell runs. So once a run is over, the agent makes as many processes as that run had ranks, one
@@ -54,7 +54,7 @@ On = Callable[[Any, Callable[[], None]], None]
 
 
 class _Surroundings(NamedTuple):
-    """What a wall stands in, seen from outside of it, and among how many ranks; a rank made ahead has it as it was."""
+    """What a rank that was made ahead cannot see change: number of ranks, project, mounts."""
 
     ranks: int
     project: tuple[int, int]
@@ -88,7 +88,7 @@ class Spares:
     def want(
         self, preparation: Preparation, count: int, ahead: Mapping[int, GetReady] | None = None
     ) -> None:
-        """Expect a run with so many ranks here, like the last one; ``ahead``: which of them are made ready, by local rank."""
+        """Expect a run with so many ranks here; ``ahead``: what makes them ready, by local rank."""
         self._expect(preparation, min(count, MOST))
         now = time.monotonic()
         self._from, self._until = now + deadlines.SPARES_REST, now + deadlines.SPARES_IDLE
@@ -105,7 +105,7 @@ class Spares:
         self._ahead = {}
 
     def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
-        """Give a run ``count`` processes by local rank, no longer watched: spares that were prepared for it, then fresh ones.
+        """Give a run ``count`` processes by local rank, unwatched: spares made for it, then fresh.
 
         One that was made a rank ahead says itself whether it takes the order. No more spares are
         made until the next :meth:`want`.
@@ -134,7 +134,7 @@ class Spares:
         return fitting[0]
 
     def step(self) -> None:
-        """Make the next one, or let it get ready, if it is time; end all, if nobody comes or memory is short."""
+        """Make or ready the next one, if it is time; end all if unused, or memory is short."""
         if not self._waiting and not self._wanted:
             return
         now = time.monotonic()
@@ -173,7 +173,7 @@ class Spares:
         self._on(spare.sentinel, partial(self._lose, spare))
 
     def _let_one_get_ready(self) -> None:
-        """Let the next rank be made, if that leaves others enough memory; it takes about what the last one took."""
+        """Let the next rank be made, if memory remains: it takes about what the last one took."""
         left = memory_left()
         spare = next((one for one in self._waiting if one.ahead is Ahead.NOT), None)
         if spare is None or left.free - self._import_took < _LEFT_FOR_OTHERS * left.total:
@@ -256,7 +256,7 @@ class Spares:
 
 
 class KeptProcesses:
-    """The ranks of this VM that stay after a ``--keep`` cell, and what they see as the ``project``; none at first."""
+    """The ranks of this VM that stay after a ``--keep`` cell, with their ``project``."""
 
     def __init__(self, on: On, off: Callable[[Any], None], say: Callable[[Message], None]) -> None:
         self._on, self._off, self._say = on, off, say
@@ -272,7 +272,7 @@ class KeptProcesses:
     def keep(
         self, processes: dict[int, RankProcess], store: RunStore | None, project: ProjectArrival
     ) -> None:
-        """Keep ranks whose cell has ended, by their numbers, with the project, and the store that their groups may use."""
+        """Keep ranks whose cell has ended, by number, with project and store."""
         self._processes, self.project = dict(processes), project
         self._stores += [store] if store is not None else []
         for number, process in processes.items():

@@ -1,4 +1,4 @@
-"""What a job needs on its VM before its processes are forked: a memory, the project, an environment, places to write.
+"""What a job needs on its VM before it forks: a memory, the project, an environment.
 
 And what goes home from a VM elsewhere: bytes of output files, as they grow, and archives of what
 was changed in the copy of the project, each a source for the job's
@@ -49,7 +49,7 @@ def environment(
 
 
 def _empty_folder(wanted: Path) -> Path:
-    """Return a folder for a job: that of earlier ones of its number, in which spares stand, if nothing is left in it."""
+    """Return a folder for a job: the one of earlier jobs of its number, if that is empty."""
     wanted.mkdir(mode=0o700, exist_ok=True)
     left = [path for path in wanted.rglob("*") if path != wanted / _COPY]
     return Path(tempfile.mkdtemp(prefix="job-", dir=wanted.parent)) if left else wanted
@@ -131,7 +131,7 @@ class Staging:
             raise OSError(f"{what} could not be taken: {error}") from error
 
     def leave_to_ranks(self) -> ProjectArrival:
-        """Let the project stay for the ranks that do; what they diverted is on the notebook's machine."""
+        """Leave the project to ranks that stay; what they diverted is on the notebook's machine."""
         self._stays = True
         if self._root is not None:
             for diverted in Path(self._scratch).glob("rank*/tree"):
@@ -152,7 +152,7 @@ class Staging:
 
 
 class ProjectArrival:
-    """The project's way to a VM: the notebook's disk itself where that is seen, else a copy that is unpacked here.
+    """The project's way to a VM: the notebook's disk where it is seen, else a copy.
 
     Args:
         root: a folder of this VM, which its owner removes; None on the notebook's machine.
@@ -183,7 +183,7 @@ class ProjectArrival:
         self.ready = False
 
     def expect(self, order: StartJob, say: Callable[[JobRequest], None]) -> None:
-        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
+        """Expect the project for a job; a copy of an earlier job is brought up to date."""
         self._vm, self._say = order.name, say
         self._packed, self.notices = None, []
         self.since_ns = order.since_ns
@@ -241,7 +241,7 @@ class ProjectArrival:
 
 
 def _sees_disk(order: StartJob) -> bool:
-    """Whether the file is there that proves it: names, sizes and times do not, for a VM may have a copy of that disk."""
+    """Whether this VM sees the notebook's disk: a file with the order's token proves it."""
     with contextlib.suppress(OSError):
         return bool(order.token) and Path(order.token_path).read_bytes() == order.token
     return False
@@ -255,7 +255,7 @@ _PACKED_AT_ONCE = 64
 
 
 def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
-    """Read what a rank writes into its folder, the raw files first: a record in the events counts on them.
+    """Read what a rank writes into its folder: raw files before the events that count on them.
 
     It ends with a last look, begun when ``ended`` says that nobody writes there any more.
     """
@@ -273,7 +273,7 @@ def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Ch
 
 
 def log_of(log: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
-    """Read what a data process prints. Those of several VMs are one file there, so lines are sent whole."""
+    """Read what a data process prints, in whole lines: those of several VMs share a file."""
     sent, last = 0, False
     while not last:
         last = ended()
@@ -298,7 +298,7 @@ def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 class ProjectChanges:
-    """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it, as archives.
+    """What ranks change in their VM's copy of the project and ``--shared``, as archives.
 
     ``home`` is the project's path on the notebook's machine; ``ended`` says whether all ranks have
     ended.
@@ -345,7 +345,7 @@ class ProjectChanges:
     def _archive(
         self, of: Literal["changes", "writes"], changes: Changes, *, last: bool
     ) -> Iterator[Chunk | None]:
-        """Pack what has changed, and send it; where there is no room for that, the next look has it."""
+        """Pack and send what has changed; without room for that, the next look has it."""
         try:
             if self._arrival.on_demand is not None and of == "changes":
                 changes.know(self._arrival.on_demand.came)

@@ -38,13 +38,13 @@ def _interface_of(host: str) -> str | None:
 
 
 def _visible(order: RankOrder, own: str) -> Iterable[str]:
-    """Return the GPUs that a rank sees, in order: its own first, where its program takes the first one for its own."""
+    """Return the GPUs that a rank sees; its own first, if its program takes the first."""
     own_first = order.cell.own_gpu_first
     return sorted(order.gpus, key=lambda gpu: gpu != own) if own_first else order.gpus
 
 
 def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str, str]:
-    """Return the variables torchrun sets in a rank (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
+    """Return torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     rank, store = order.first_rank + local_rank, order.store
     environ = {
         "RANK": rank,

@@ -92,7 +92,7 @@ class AgentLink:
         send(self._agent, pack(message))
 
     def next_order(self) -> Order | GetReady | None:
-        """Return the next order; None: there is none, and this process may leave; EOFError: the agent is gone.
+        """Return the next order; None: this process may leave. EOFError: the agent is gone.
 
         Before its first order a process may be told to get ready for that.
         """
@@ -103,7 +103,7 @@ class AgentLink:
         return said if isinstance(said, GetReady) else _order(said, descriptors)
 
     def has_word(self) -> bool:
-        """Whether the agent has said something that was not heard yet, or is gone; before the first cell."""
+        """Whether a message of the agent waits, or the agent is gone; before the first cell."""
         poll = select.poll()
         poll.register(self._agent.fileno(), select.POLLIN)
         return bool(poll.poll(0))
@@ -116,7 +116,7 @@ class AgentLink:
     def begin_cell(
         self, pack_names: Callable[..., RankEnded], answered: Callable[[Answer | None], None]
     ) -> None:
-        """Let the agent be answered while a cell runs; called by the main thread, once it need not be the only one.
+        """Answer the agent while a cell runs; called once other threads may start.
 
         Args:
             pack_names: makes the rank's last word with its names as they stand; with
@@ -136,7 +136,7 @@ class AgentLink:
         threading.Thread(target=self._serve, name="taas-agent-link", daemon=True).start()
 
     def _notice(self) -> None:
-        """Say that the main thread runs Python code, and raise there the interrupt that was ignored before."""
+        """Say that the main thread runs Python code; raise an interrupt that C code ignored."""
         os.eventfd_write(self._noticed, 1)
         handler = signal.getsignal(signal.SIGINT)
         if self._interrupt_ignored and callable(handler):
@@ -144,7 +144,7 @@ class AgentLink:
             handler(signal.SIGINT, sys._getframe())
 
     def _repeat_interrupt(self) -> None:
-        """Have an interrupt that came while C code ignored it raised as soon as the main thread runs Python code again.
+        """Raise an interrupt that C code ignored, once the main thread runs Python code again.
 
         What the cell itself ignores stays ignored, and the interrupt of a cell that is over is
         none.
@@ -160,7 +160,7 @@ class AgentLink:
         return self._speaker.setdefault("thread", me) == me
 
     def _stop_here(self) -> None:
-        """Give the names in the main thread, if the other one does not; it runs no more of the cell."""
+        """Give the names in the main thread, unless the other one does; the cell runs no more."""
         if self._speaker.get("thread") == self._main_thread:
             return  # it is at its end, and packs them anyhow
         signal.signal(signal.SIGINT, _take_no_notice)
@@ -170,13 +170,13 @@ class AgentLink:
             signal.pause()
 
     def _give_names(self) -> None:
-        """Pack the names as they stand, and say the last word; the process ends when the agent has them."""
+        """Pack the names as they stand, and say the last word; the agent then ends this process."""
         self.send(RankStage(stage="packing"))
         ended, self._given = self._pack_names(), True
         self.send(ended)
 
     def end_cell(self) -> None:
-        """Let interrupts change nothing from now on, and have the last word; called by the main thread.
+        """Let interrupts change nothing from now on, and have the last word; for the main thread.
 
         Does not return if the other thread has the last word already: it ends the process.
         """
@@ -268,13 +268,13 @@ class AgentLink:
             self._give_names()
 
     def _handles_interrupt(self) -> bool:
-        """Tell whether the main thread is in the ``except`` of an interrupt: it has noticed, and may wait for others there."""
+        """Tell whether the main thread handles an interrupt; it may wait for other ranks there."""
         handled = sys._current_exceptions().get(self._main_thread)
         error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12
         return isinstance(error, KeyboardInterrupt)
 
     def _break_off(self) -> None:
-        """Let the main thread's waits fail, when the agent has the names: NCCL may end the process at an abort."""
+        """Let the main thread's waits fail; the agent has the names first, as NCCL may abort."""
         try:
             if adopt.waits_on_gpus():
                 packing = threading.Thread(
@@ -294,7 +294,7 @@ class AgentLink:
 
 
 class Keyboard:
-    """The notebook's keyboard for one cell of a rank: ``input()``, ``getpass``, and debuggers, which ask by ``input()``.
+    """The notebook's keyboard for one cell of a rank: ``input()``, ``getpass`` and debuggers.
 
     Threads that ask take turns; ``flush`` sends what was printed before a question.
     """
@@ -348,7 +348,7 @@ class Keyboard:
 
 
 class _Sleep:
-    """How long the main thread has slept in the system, since this was made; ``told``: the agent knows that it does not."""
+    """How long the main thread has slept since this was made; ``told``: the agent knows."""
 
     def __init__(self) -> None:
         self._began = self._since = time.monotonic()
@@ -369,7 +369,7 @@ class _Sleep:
 
 
 def _main_thread() -> tuple[str, float]:
-    """Return the main thread's state, as proc(5) has it, and the processor time that it has used, in seconds.
+    """Return the main thread's state (proc(5)), and its processor time in seconds.
 
     Where no file can be opened any more, it is taken to sleep.
     """
@@ -387,4 +387,4 @@ def _order(said: Message, descriptors: list[int]) -> Order | None:
 
 
 def _take_no_notice(number: int, frame: object) -> None:
-    """Handle SIGINT once the cell is over; ``SIG_IGN`` would complain of one that is just being handled."""
+    """Handle SIGINT once the cell is over; ``SIG_IGN`` would complain of one under way."""

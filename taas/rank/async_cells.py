@@ -1,4 +1,4 @@
-"""Cells with a top-level ``await``: an interrupt reaches the code that awaits, and its ``except`` and ``finally`` run.
+"""Cells with a top-level ``await``: an interrupt is raised in the code that awaits.
 
 IPython runs such a cell as a coroutine in an event loop. A ``KeyboardInterrupt`` that is raised
 while the loop waits leaves the loop, and the coroutine stays suspended for ever. So here the

@@ -63,7 +63,7 @@ def _leave_as_child(ended: RankEnded, outlet: Outlet) -> NoReturn:
 
 
 def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
-    """Run the cell until it is over, also on the GPUs; from then on no interrupt reaches this thread."""
+    """Run the cell until it is over, also on GPUs; then no interrupt reaches this thread."""
     value: Any = None
     try:
         try:  # from now on it may be interrupted
@@ -110,7 +110,7 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
 
 
 def wait_for_threads(rank: int) -> None:
-    """Let threads that are no daemons, and executors, come to their end, as the end of Python does; say so if that lasts.
+    """Wait for executors and threads that are no daemons, as Python's end does; say if it lasts.
 
     Python's own way swallows an interrupt, from 3.13.
     """
@@ -140,7 +140,7 @@ def _say_who_is_late(rank: int) -> None:
 
 
 def _error_of_gpus(order: RankOrder) -> BaseException | None:
-    """Let the GPUs finish what the cell asked of them; what fails there after its last line is its failure, too."""
+    """Wait for the GPUs; what fails there after the cell's last line is the cell's failure, too."""
     try:
         if order.gpus:
             capture.wait_for_devices()
@@ -169,7 +169,7 @@ def _reason(error: BaseException, rank: Prepared) -> str | None:
 def failed(
     number: int, error: BaseException, lines: Sequence[str] = (), reason: str | None = None
 ) -> RankEnded:
-    """Say how a cell ended in this rank that raised, with the traceback's lines, and what taas knows of the error."""
+    """Say how a cell ended that raised, with the traceback's lines, and what taas knows of it."""
     outcome, text = "raised", text_of(error)
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         outcome = "exited" if isinstance(error, SystemExit) else "interrupted"
@@ -235,7 +235,7 @@ def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
 
 
 def _last_word(number: int, arrival: Any, link: AgentLink, *, last: bool = True) -> RankEnded:
-    """Say how a rank ended whose main thread is stuck; not the ``last`` word: how it stands, should it end now."""
+    """Say how a rank with a stuck main thread ended; unless ``last``, how it would end now."""
     beside = threading.current_thread() is not threading.main_thread()  # which sleeps in C code
     ended = failed(number, KeyboardInterrupt())
     ended = msgspec.structs.replace(

@@ -26,11 +26,11 @@ from taas.import_hooks import after_import
 
 _NAMESPACE = "globals of the notebook"
 _membership: Any = None
-"""The rank's, as it is when a child is started: the next run of ranks that stay may have another store."""
+"""The rank's, as it is when a child starts: a later run of this rank may have another store."""
 
 
 def install(membership: Any) -> None:
-    """Let children know the notebook's names; those that import torch take the membership over, as no members."""
+    """Give children the notebook's names, and the membership if they import torch."""
     global _membership
     _membership = membership
     BaseProcess.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
@@ -39,12 +39,12 @@ def install(membership: Any) -> None:
 
 
 def _compute_in_one_thread() -> None:
-    """In a rehearsed child, which computes for a GPU: OpenMP's threads are its parent's, and waiting for them hangs."""
+    """Compute in one thread in a rehearsed child: OpenMP's threads stayed in its parent."""
     sys.modules["torch"].set_num_threads(1)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle with what ``multiprocessing`` can send besides: queues, locks, connections, shared tensors."""
+    """cloudpickle with what ``multiprocessing`` can send besides: queues, locks, shared tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         extra: Any = ForkingPickler

@@ -1,4 +1,4 @@
-"""Debuggers in a rank show the user's frames: not those of IPython and taas, in which the cell runs.
+"""Debuggers in a rank show the user's frames, and none of IPython and taas.
 
 Every debugger for Python is a :class:`bdb.Bdb`: pdb, which ``breakpoint()`` opens, IPython's, and
 IDEs' for the terminal. So it is taught there what a frame of the user is. IPython runs each
@@ -22,7 +22,7 @@ _Stack = list[tuple[FrameType, int]]
 
 
 def show_users_frames() -> None:
-    """Let debuggers of this process show the user's frames, and stop in no others. Once, in a rank."""
+    """Let debuggers of this process show, and stop in, the user's frames only; done once."""
     get_stack, stop_here = bdb.Bdb.get_stack, bdb.Bdb.stop_here
 
     def get_users_stack(
@@ -46,7 +46,7 @@ def show_users_frames() -> None:
 
 
 def _step_from_statement_to_statement(patched: Any) -> None:
-    """Let ``next`` go to the next statement of the cell as to the next line of a script: it is no call, nor a return."""
+    """Let ``next`` go to the cell's next statement as to a script's next line."""
     dispatch_call, dispatch_return = patched.dispatch_call, patched.dispatch_return
 
     def begin(self: Any, frame: FrameType, arg: Any) -> Any:
@@ -65,7 +65,7 @@ def _step_from_statement_to_statement(patched: Any) -> None:
 
 
 def leave_debuggers() -> None:
-    """Step no further: the cell is over, and its debugger may have been left in the middle of a step."""
+    """Step no further: the cell is over, and its debugger may be in the middle of a step."""
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
         sys.settrace(None)
 
@@ -81,7 +81,7 @@ def _is_machinery(frame: FrameType) -> bool:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether a frame belongs to what the cell runs: IPython calls functions of its own between two statements."""
+    """Whether a frame belongs to what the cell runs; IPython has frames between statements."""
     if _is_machinery(frame):
         return False
     above: FrameType | None = frame

@@ -1,4 +1,4 @@
-"""A rank from its first instruction to its last: a process that takes orders, and is one rank of one run with each.
+"""A rank from start to end: a process that takes orders, and is one rank with each.
 
 What it does at its first order has an order that is part of the design: the write rule while the
 process has one thread, the rehearsal before a library but torch is imported, the names before the
@@ -117,7 +117,7 @@ class _Orders:
     # ------------------------------------------------------------ ahead of the first order
 
     def _get_ready(self, told: GetReady) -> str:
-        """Be the rank that is expected, and import; return why this process is of no use now, or nothing."""
+        """Become the expected rank, and import; return why this process is unfit, or nothing."""
         if self._shell is None:
             return "has no shell"
         self._outlet.open_nowhere()
@@ -132,7 +132,7 @@ class _Orders:
         return "; ".join(self._ahead.unfit)
 
     def _take_or_leave(self, ahead: ReadyAhead, start: RankStart) -> None:
-        """Say whether this process takes the order that came, and end if not: it is a rank already, and no other one."""
+        """Say whether this process takes the order; end if not: it cannot be another rank."""
         self._ahead = None
         fits = ahead.fits(start)
         self._link.send(RankReady(state=Readiness.TAKES if fits else Readiness.UNFIT))
@@ -182,7 +182,7 @@ class _Orders:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """Show an error and go on: what was broken off may not close, and the names are here until the agent has them."""
+    """Show an error and go on: the agent still has to get the names from this process."""
     try:
         yield
     except Exception:
@@ -190,7 +190,7 @@ def _shown() -> Iterator[None]:
 
 
 def _end_as_python_does() -> None:
-    """Do what the end of Python would, which this process does not come to: exit functions, flushing."""
+    """Run exit functions and flush files, as Python's own end does; this process skips that."""
     atexit._run_exitfuncs()
     keep_back = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
     # isinstance would ask proxies
@@ -222,7 +222,7 @@ class Prepared:
     arrival: Any = None
 
     def take_in(self, start: RankStart, payload: int) -> None:
-        """Make ready for a cell: its variables, loaders and names, of which ``payload`` is a descriptor."""
+        """Make ready for a cell: variables, loaders, and names, from the descriptor ``payload``."""
         order, staged = start.order, start.staged
         for name in self.environ.keys() - staged.environ.keys():
             os.environ.pop(name, None)
@@ -262,7 +262,7 @@ def _own_memory() -> int:
 
 
 def become_rank(start: RankStart, shell: RankShell, *, outlives_run: bool) -> Prepared:
-    """Make this process what the contract says a rank is, but for the names; it may be a rank of later runs, too."""
+    """Make this process a rank, without names; ``outlives_run``: of later runs, too."""
     order, local_rank, staged = start.order, start.local_rank, start.staged
     if not hasattr(shell, "kernel") or start.rank not in order.cell.spec.shown_ranks():
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
@@ -292,7 +292,7 @@ def _tell(start: RankStart, text: str) -> None:
 
 
 def _enter_storage(start: RankStart, project: str, *, outlives_run: bool) -> Guard:
-    """Raise the wall around the project; this process has one thread, and has what it needs of others."""
+    """Raise the wall around the project, while this process has one thread."""
     order, staged = start.order, start.staged
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -321,7 +321,7 @@ def _enter_project(start: RankStart, project: str) -> None:
 
 
 def _enter_device(order: RankOrder, local_rank: int) -> str | None:
-    """Select this rank's device and its share of the processor; returns where CUDA tensors of the notebook land."""
+    """Select device and threads of this rank; return where the notebook's CUDA tensors land."""
     import torch
 
     if threads := os.environ.get("OMP_NUM_THREADS"):  # read at import, which was before the fork

@@ -1,4 +1,4 @@
-"""Nobody lives longer than who needs him, whatever he is doing: the chain of kernel, supervisor, agent and rank.
+"""No process outlives the one that needs it, along the chain kernel, supervisor, agent, rank.
 
 Two ties, both held by the operating system, so that they work while C code holds the GIL, and on
 processes that are stopped: the parent-death signal where the other one is the parent (prctl(2),
@@ -51,14 +51,14 @@ def tie_to_agent() -> None:
 
 
 def signal_at_end(pipe: int, owner: int, number: signal.Signals) -> None:
-    """Have the system signal a process, or minus a session's leader the session, at a pipe's end-of-file."""
+    """Let the system signal a process, or a session (minus its leader), at a pipe's end-of-file."""
     fcntl.fcntl(pipe, _F_SETOWN, owner)
     fcntl.fcntl(pipe, _F_SETSIG, number)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 class KernelTie:
-    """A supervisor's tie to its kernel, which ends with that process, whoever has inherited its end of the life pipe.
+    """A supervisor's tie to its kernel's process, whoever inherits the life pipe's writing end.
 
     Of its ``sources``, the life pipe's reading end and a descriptor of the kernel, one at least
     becomes readable.
@@ -74,7 +74,7 @@ class KernelTie:
         self.kills(True)
 
     def kills(self, it_does: bool) -> None:
-        """Say whether the pipe's end is to kill this process, whatever it is at, if it has not unsaid that in time.
+        """Say whether the pipe's end is to kill this process, unless it takes that back in time.
 
         No Python runs for it, since this process may hold the GIL or be stopped.
         """

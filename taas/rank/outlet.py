@@ -1,4 +1,4 @@
-"""What a rank prints and displays, written in one sequence to one file (runs/events.py describes it)."""
+"""What a rank prints and displays, in one sequence, in one file (runs/events.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTIAL_LINE_SECONDS = 0.02
 
 
 class _EventFile:
-    """The event file of this rank; a kept rank has one after the other, and threads of its cells may go on writing.
+    """The rank's event file; a kept rank has one a cell, and threads of a cell go on writing.
 
     Once the disk is full, records are dropped and counted: the rank goes on.
     """
@@ -62,7 +62,7 @@ class _Text(io.TextIOWrapper):
 
 
 class _RankStream(io.RawIOBase):
-    """The bytes of ``sys.stdout`` or ``sys.stderr`` of a rank: sent by lines, an unfinished one a moment later.
+    """The bytes of a rank's ``sys.stdout`` or ``sys.stderr``: sent by lines, or after a moment.
 
     It is never closed, whatever a cell does: others print to it.
     """
@@ -126,7 +126,7 @@ class _RankStream(io.RawIOBase):
 
 
 class Outlet:
-    """All ways out of a rank: the two streams, and IPython's display messages; open once the rank has its folder."""
+    """All ways out of a rank: streams and displays; open once the rank has its folder."""
 
     def __init__(self) -> None:
         self.events = _EventFile()
@@ -134,11 +134,11 @@ class Outlet:
         self._libc = ctypes.CDLL(None)
 
     def open(self, folder: Path) -> None:
-        """Write to a folder from now on, what C code and child processes write to descriptors 1 and 2 included."""
+        """Write to a folder from now on, also what C code and children write to 1 and 2."""
         self._lead(folder / STDOUT, folder / STDERR, folder / EVENTS)
 
     def open_nowhere(self) -> None:
-        """Be what this process prints to, as libraries note at import, and write nowhere until it is opened."""
+        """Be what this process prints to, as libraries note it; write nowhere until open."""
         nowhere = Path(os.devnull)
         self._lead(nowhere, nowhere, nowhere)
 
@@ -157,7 +157,7 @@ class Outlet:
         self.take_back()
 
     def take_back(self) -> None:
-        """Be what this process prints to, whatever a cell has put, or left, in the streams' place."""
+        """Be what this process prints to again, whatever a cell has put in the streams' place."""
         sys.stdout, sys.stderr = self.streams
 
     def publish(self, kind: str, **arguments: Any) -> None:
@@ -173,7 +173,7 @@ class Outlet:
 
 
 def pack_display(arguments: dict[str, Any]) -> bytes:
-    """Encode a display message; what MessagePack has no form for is sent as the nearest thing that has one."""
+    """Encode a display message; what MessagePack cannot encode is sent as the nearest it can."""
     try:
         return _encode(arguments)
     except (UnicodeEncodeError, OverflowError):
@@ -185,7 +185,7 @@ def pack_display(arguments: dict[str, Any]) -> bytes:
 
 
 def _nearest(value: Any) -> Any:
-    """Return the number, text or container that an object of another class is, such as one of NumPy's; else its ``repr``."""
+    """Return an object as plain number, text or container, if it is one; else its ``repr``."""
     match value:
         case str():
             return str.__str__(value)

@@ -1,4 +1,4 @@
-"""What the forkserver does once for all ranks, beyond importing: looking things up, nothing that starts a thread.
+"""What the forkserver does once for all ranks after its imports; it starts no thread.
 
 The forkserver imports this last, when all libraries are there.
 """
@@ -24,7 +24,7 @@ THREAD_POOLS = ThreadpoolController()
 
 
 def _forget_exit_functions() -> None:
-    """Drop what the imports want done at exit, a second of tidying up memory; ranks run what they register themselves.
+    """Drop exit functions of the imports, a second of work; ranks run what they register.
 
     Kept are those through which a rank's own wishes go: finalizers, log handlers, child processes.
     """
@@ -38,7 +38,7 @@ def _forget_exit_functions() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """End what depends on luck in the layout of a forked heap: giving back and faulting in 2,000 pages a step.
+    """Keep freed memory: some forked heaps give back, and fault in again, 2,000 pages a step.
 
     By itself malloc gives back the top of a heap above 64 MiB, which the next step asks for again:
     measured with a small convolutional network, 0.5 to 5 ms of system time a step of 14 ms, run by

@@ -1,4 +1,4 @@
-"""A spare is made the rank that is expected next, and imports what the last one imported, while nobody waits for it.
+"""A spare becomes the rank that is expected next, and imports, while nobody waits for it.
 
 Ranks are new processes. A cell that uses transformers, trl and peft spends seconds on importing
 them, each time. The forkserver cannot do it for all: a library looks at import which rank it is in
@@ -6,10 +6,10 @@ and whether a notebook is there, starts threads, and makes ids that no two proce
 each process does it for itself, when it is the rank already (entry.become_rank): after a run the
 agent expects another one like it.
 
-The order may be another one after all. One comparison decides (:meth:`ReadyAhead.fits`): of all that
-becoming the rank and the imports depended on, as it was then and as it is now. Whatever differs, or
-cannot be compared, makes the process unfit: it leaves, and another one is forked in its place.
-What an import did that a rank would not have done before its cell makes it unfit, too.
+The order may be another one after all. One comparison (:meth:`ReadyAhead.fits`) decides: of all
+that becoming the rank and the imports depended on, as it was then and as it is now. Whatever
+differs, or cannot be compared, makes the process unfit: it leaves, and another one is forked in its
+place. What an import did that a rank would not have done before its cell makes it unfit, too.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from taas.rank_storage import Guard
 from taas.wire.ranks import VARIABLES_OF_A_RUN, GetReady, RankStart, preparation_of
 
 _FEWEST = 100
-"""So many modules are worth it: they take some 0.1 s to import. Fewer cost the next cell less than a
-doubt about its ranks does.
+"""So many modules are worth it: they take some 0.1 s to import. Fewer cost the next cell less than
+a doubt about its ranks does.
 """
 _NICER_BY = 10
 _DRAW_FOR_THEMSELVES = ("rich.style",)
 """Modules that draw at import for a purpose of their own: the first id of rich's links."""
 _LOOK_FOR_THEIR_OWN = ("fsspec.config",)
-"""Modules that copy the environment at import to look in it for names that begin as their own do."""
+"""Modules that copy the environment at import, and look in it for names that are theirs."""
 _SETS_VARIABLES = re.compile(
     r"environ\s*\[[^\]]*\]\s*=[^=]|environ\s*\|=|\bdel\b[^\n]*environ"
     r"|environ\s*\.\s*(?:update|setdefault|pop|popitem|clear)\b|\b(?:un|set|put)env\b"
@@ -61,7 +61,7 @@ _SETS_VARIABLES = re.compile(
 
 
 def installed_modules(after: str) -> tuple[str, ...]:
-    """Return the installed modules that this process has imported after one, in order; none, if they are too few."""
+    """Return the installed modules that were imported after one, in order; few are none."""
     names = []
     with contextlib.suppress(RuntimeError):  # a thread of the program imports one right now
         names = [name for name in reversed(imported_after(after)) if _file_of_installed(name)]
@@ -69,7 +69,7 @@ def installed_modules(after: str) -> tuple[str, ...]:
 
 
 def _file_of_installed(name: str) -> str:
-    """Return the file of an installed module that can be imported by its name; empty for any other."""
+    """Return the file of an installed module that is imported by this name; else empty."""
     spec = attributes_of(sys.modules.get(name)).get("__spec__")
     if not isinstance(spec, ModuleSpec) or spec.name != name or not spec.origin:
         return ""  # one that a program has made, or that has another name as well
@@ -81,7 +81,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_installed(path: str) -> bool:
-    """Whether a file belongs to Python's library or to what was installed beside it, and not to a project."""
+    """Whether a file belongs to Python's library or an installed package, not to a project."""
     folders = Path(path).parts
     if "site-packages" in folders or "dist-packages" in folders:
         return True
@@ -98,7 +98,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 class _Terms(NamedTuple):
-    """What a process becomes a rank by, of what its order says; what each run has of its own is left out."""
+    """What of an order decides how a process becomes a rank, without what each run has anew."""
 
     header: dict[str, object]
     shown: bool  # whether the cell shows what this rank prints: its bars are widgets then
@@ -140,7 +140,7 @@ _FileStatus = tuple[int, int, int, int]
 
 
 def _status(path: str) -> _FileStatus:
-    """Return what changes with a file, or a folder's list of files; raises OSError where it is gone."""
+    """Return what changes with a file, or a folder's entries; OSError: it is gone."""
     status = os.stat(path)  # noqa: PTH116  thousands of them
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
@@ -207,7 +207,7 @@ class ReadyAhead:
         self.unfit += [what for what, is_done in done.items() if is_done]
 
     def _import(self, name: str) -> bool:
-        """Import one module, if it is to be had where installed ones are; returns whether that went well."""
+        """Import one module, if it is found among installed ones; return whether that went well."""
         top = name.partition(".")[0]
         if top not in self._found:
             self._found[top] = _found_at(top)
@@ -220,7 +220,7 @@ class ReadyAhead:
         return True
 
     def _note_files(self, new: list[str], began: int) -> None:
-        """Note the files of modules as they are; one that was changed since it may have been read does not count as read."""
+        """Note modules' files; one that changed since the imports began makes the process unfit."""
         for name in new:
             if file := _file_of_installed(name):
                 try:
@@ -233,7 +233,7 @@ class ReadyAhead:
     # ------------------------------------------------------------ the order
 
     def fits(self, start: RankStart) -> bool:
-        """Whether this process is what a fresh one would be after the same imports; an order that cannot be compared does not fit."""
+        """Whether a fresh process would be this one after the same imports."""
         return (
             not self.unfit
             and self._terms == terms_of(start)
@@ -243,7 +243,7 @@ class ReadyAhead:
         )
 
     def _has_settings(self, of_notebook: Mapping[str, str]) -> bool:
-        """Whether modules would have found what they found here; what the notebook does not name is not put."""
+        """Whether modules found here what they would in a fresh rank, which puts what is named."""
         own = self._settings
         return all(of_notebook.get(name, value) == value for name, value in own.items())
 
@@ -265,13 +265,13 @@ def _holds_installed(entry: str) -> bool:
 
 
 def _is_of_project(name: str) -> bool:
-    """Whether a module has a file that is not installed: such a file is edited, and is to be read by each cell."""
+    """Whether a module's file is not installed: such files are edited; each cell reads them."""
     file = attributes_of(sys.modules.get(name)).get("__file__")
     return isinstance(file, str) and not _is_installed(file) and not _is_ours(name)
 
 
 def _found_at(top: str) -> object:
-    """Return where a module or package comes from by ``sys.path``; None: from nowhere, or not from where installed ones are."""
+    """Return where ``sys.path`` finds a module; None: nowhere, or not among installed ones."""
     if top in sys.builtin_module_names:
         return "built-in"
     spec = PathFinder.find_spec(top)
@@ -342,7 +342,7 @@ def _noting_reads(names: tuple[str, ...]) -> Iterator[_Reads]:
 
 @contextlib.contextmanager
 def low_priority() -> Iterator[None]:
-    """Lower the priority of this process, where it can be raised again; threads that are started meanwhile have it, too."""
+    """Lower this process's priority, if it may raise it again; new threads have it, too."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     if not _may_raise_priority(before):
         yield
@@ -362,7 +362,7 @@ def _set_priority(niceness: int) -> None:
 
 
 def _may_raise_priority(before: int) -> bool:
-    """Try it in a thread that ends with that: an ordinary user may not, where RLIMIT_NICE does not say so."""
+    """Try it in a thread that ends with that: RLIMIT_NICE decides for ordinary users."""
     may: list[bool] = []
 
     def try_it() -> None:

@@ -99,7 +99,7 @@ class RankShell(InteractiveShell):
 
     @contextmanager
     def _tee(self, channel: str) -> Iterator[None]:
-        """Keep no copy of what the cell prints: it is in the rank's files, and the history is the notebook's.
+        """Keep no copy of what the cell prints: it is in the rank's files.
 
         IPython's own leaves a stream with its ``write`` as an attribute; a captured one comes back
         to the notebook.
@@ -113,7 +113,7 @@ class RankShell(InteractiveShell):
         raise SystemExit(0)
 
     def atexit_operations(self) -> None:
-        """Leave the names as they are: clearing them, a full garbage collection, takes longer than the start."""
+        """Leave the names as they are: clearing them takes longer than the start."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         """Make the traceback of an error.
@@ -131,7 +131,7 @@ class RankShell(InteractiveShell):
                 super().showtraceback(exc_tuple, *args, **options)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
-        """Note how the cell's own error looks; show those that IPython shows and goes on (``%run``, a cell within)."""
+        """Note the cell's own traceback; show one after which IPython goes on (``%run``)."""
         own = self._own
         if own is None or evalue is own.error_in_exec or evalue is own.error_before_exec:
             self.last_traceback = tuple(stb)
@@ -190,7 +190,7 @@ def _holds_group(error: BaseException | None) -> bool:
 
 
 def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
-    """Do all that is the same in every rank of a notebook; returns the shell on a fresh ``__main__``.
+    """Do all that is the same in every rank; return the shell on a fresh ``__main__``.
 
     The outlet may be opened later.
     """
@@ -206,7 +206,7 @@ def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
 
 
 def _forget_forkserver() -> None:
-    """Drop what the forkserver's machinery left in this process that a fresh Python would not have."""
+    """Drop what the forkserver left in this process and a fresh Python would not have."""
     tempfile.tempdir = None
     default: Any = multiprocessing.context._default_context
     default._actual_context = None  # the cell may call set_start_method, as a script may

@@ -25,13 +25,13 @@ _FROZEN = "<frozen "
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """Return the traceback of an error as Python formats it, without what :func:`hide_machinery` hides."""
+    """Return an error's traceback as Python formats it, without what :func:`hide_machinery` hides."""
     hide_machinery(error)
     return "".join(traceback.format_exception(error)).splitlines()
 
 
 def users_lines_of(error: BaseException) -> list[str]:
-    """Return the traceback of the user's error from which one of taas came; empty if there is none."""
+    """Return the traceback of the user's error behind one of taas; empty: there is none."""
     of_user = None
     for one, _ in chain_of(error):
         if _place_of_users_code(one, [*entries_of(one.__traceback__)]) >= 0:

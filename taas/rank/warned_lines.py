@@ -1,4 +1,4 @@
-"""Warnings name the user's line, not one of taas: what stands in the place of a library's function is passed over.
+"""Warnings name the user's line: frames of taas in a library's place are passed over.
 
 ``warnings.warn(…, stacklevel=2)`` in such a function, or a warning of C code, names who called it:
 taas, where taas has put a function of its own between (``rehearsal``, ``adopt``, ``storage``). Such
