@@ -228,7 +228,7 @@ def cpu_of(process: psutil.Process) -> float:
 
 
 def wait_for_rest(book: Notebook, ranks: int) -> None:
-    """Wait until the spares are there and do nothing: they have imported what there was to import."""
+    """Wait until the spares are there and idle: they have imported all that there was."""
     deadline, quiet, before = time.monotonic() + 300, 0, 0.0
     while quiet < 8:
         if time.monotonic() > deadline:
@@ -241,10 +241,10 @@ def wait_for_rest(book: Notebook, ranks: int) -> None:
 
 
 def with_libraries(folder: Path, ranks: int, rounds: int) -> tuple[str, dict[str, float]]:
-    """Cells that use libraries which take seconds to import, as far as they are installed, in a notebook that has them.
+    """Time cells that use libraries which take seconds to import, as far as they are installed.
 
-    The first cell; later ones a while after the one before, when its spares have imported them too;
-    and later ones right after the one before.
+    The notebook has imported them, too. The first cell; later ones a while after the one before,
+    when its spares have imported them too; and later ones right after the one before.
     """
     there = [name for name in LIBRARIES if importlib.util.find_spec(name)]
     body = "".join(USES_LIBRARIES[name] for name in there) + WORK

@@ -65,7 +65,7 @@ _turn = threading.RLock()
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """Let one thread of the notebook at a time launch a run, and in the foreground wait for its end.
+    """Let one thread of the notebook at a time launch a run, and wait for it if it is in front.
 
     Threads would take each other's messages from the one connection to the supervisor. A call that
     waits for its turn says so.
@@ -238,9 +238,10 @@ def ordered(
 
 
 def _at_import() -> AtImport:
-    """Return what modules may read of this process while ranks import them; empty where that cannot be compared.
+    """Return what modules may read of this process while ranks import them.
 
-    Setup cells, which may do anything, run in a rank before its cell imports something.
+    It is empty where that cannot be compared. Setup cells, which may do anything, run in a rank
+    before its cell imports something.
     """
     path, arguments = process_state.path_and_arguments()
     plain = all(isinstance(text, str) and is_utf8(text) for text in (*path, *arguments))

@@ -1,4 +1,4 @@
-"""Spares that are the expected ranks ahead of their order: what they have imported is there, and nothing else is different.
+"""Spares become the expected ranks ahead of their order; nothing but their imports differs.
 
 A package in a folder of the test's own, installed as pip would, notes in a file each process that
 imports it. So it is a fact who imported it, and when.
@@ -65,7 +65,7 @@ class World:
     def ready(
         self, body: str = "import heavy", header: str = "--gpus 2", ranks: int = 2
     ) -> set[int]:
-        """Run a cell, and wait until as many spares have imported what it did; returns their process ids."""
+        """Run a cell, and wait until as many spares have imported the same; return their ids."""
         ran = self.run(body, header)
         seen = len(self.imported)
 
@@ -101,14 +101,27 @@ of_run = "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 state = {
     "environ": {k: v for k, v in os.environ.items() if k not in (*of_run, "EXTRA")},
     "of run": [bool(os.environ[name]) for name in of_run],
-    "cwd": os.getcwd(), "path": sys.path, "argv": sys.argv, "drawn": drawn, "place": [dist.get_rank(), dist.get_world_size()],
-    "total": total.item(), "device": torch.cuda.device_count(), "bar": tqdm.__module__, "name": __name__,
-    "sigint": str(signal.getsignal(signal.SIGINT)), "threads": sorted(t.name for t in threading.enumerate()),
-    "temporary": tempfile.gettempdir(), "leads": os.getsid(0) == os.getpid(), "comm": open("/proc/self/comm").read(),
-    "filters": [str(entry) for entry in warnings.filters], "dtype": str(torch.get_default_dtype()),
-    "names": sorted(k for k in globals() if k != "state" and not k.strip("_i").isdigit()), "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    "cwd": os.getcwd(),
+    "path": sys.path,
+    "argv": sys.argv,
+    "drawn": drawn,
+    "place": [dist.get_rank(), dist.get_world_size()],
+    "total": total.item(),
+    "device": torch.cuda.device_count(),
+    "bar": tqdm.__module__,
+    "name": __name__,
+    "sigint": str(signal.getsignal(signal.SIGINT)),
+    "threads": sorted(t.name for t in threading.enumerate()),
+    "temporary": tempfile.gettempdir(),
+    "leads": os.getsid(0) == os.getpid(),
+    "comm": open("/proc/self/comm").read(),
+    "filters": [str(entry) for entry in warnings.filters],
+    "dtype": str(torch.get_default_dtype()),
+    "names": sorted(k for k in globals() if k != "state" and not k.strip("_i").isdigit()),
+    "nice": os.getpriority(os.PRIO_PROCESS, 0),
     "open": sorted(os.path.basename(os.readlink(f"/proc/self/fd/{n}")) for n in (0, 1, 2)),
-    "streams": [type(sys.stdout).__name__, sys.stdout is sys.__stdout__], "loggers": len(logging.root.handlers),
+    "streams": [type(sys.stdout).__name__, sys.stdout is sys.__stdout__],
+    "loggers": len(logging.root.handlers),
     "modules": sorted(name for name in sys.modules if not name.startswith("taas.")),
 }
 dist.destroy_process_group()
@@ -118,7 +131,7 @@ SEEDS = "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(4); torc
 
 
 def states(world: World) -> tuple[set[int], list[bool], list[dict[str, object]]]:
-    """Run a cell in which each rank writes down how it is: process ids, whether the package was there, and the rest."""
+    """Run a cell whose ranks write their process id, whether they had the package, their state."""
     world.book.good(SEEDS)
     world.book.good(f"#pragma taas --gpus 2 --return none\n{STATE}")
     both = [json.loads((world.answers / str(rank)).read_text()) for rank in (0, 1)]
@@ -126,7 +139,7 @@ def states(world: World) -> tuple[set[int], list[bool], list[dict[str, object]]]
 
 
 def test_the_next_cells_ranks_have_it_imported_and_nothing_else_is_different(world: World) -> None:
-    """Each rank imported it itself, before its order; its number, device, bars, random numbers and settings are a fresh rank's."""
+    """Each rank imported it itself before its order; all else is as in a fresh rank."""
     first, had_first, of_first = states(world)
     ready = world.ready(STATE)
     before = world.imported
@@ -153,8 +166,12 @@ CHANGES = {
     "an edited file of a package": (EDIT, "import heavy", "--gpus 2"),
     "a module of the project with its name": (PROJECTS, "import heavy", "--gpus 2"),
     "a path": ("import sys; sys.path.append('/opt')", "import heavy", "--gpus 2"),
-    "a default that modules read": ("torch.set_default_dtype(torch.float64)", "import heavy", "--gpus 2"),
-    "warnings that are errors": ("warnings.simplefilter('error', ImportWarning)", "import heavy", "--gpus 2"),
+    "a default that modules read": (
+        "torch.set_default_dtype(torch.float64)", "import heavy", "--gpus 2"
+    ),
+    "warnings that are errors": (
+        "warnings.simplefilter('error', ImportWarning)", "import heavy", "--gpus 2"
+    ),
     "another number of ranks": ("pass", "import heavy", "--gpus 3"),
     "another backend": ("pass", "import heavy", "--gpus 2 --backend gloo"),
     "another rule for writes": ("pass", "import heavy", "--gpus 2 --rank-writes deny"),
@@ -166,7 +183,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_differs_has_fresh_ranks(world: World, change: str) -> None:
-    """The ranks that were made ready do not take the order, are gone, and the cell is as it would be without them."""
+    """Ranks that were made ready do not take the order; the cell runs as without them."""
     world.book.good(f"import os, torch, warnings\nsite = {str(world.site)!r}")
     ready = world.ready()
     done, body, header = CHANGES[change]
@@ -192,7 +209,7 @@ DOES = {
 
 @pytest.mark.parametrize("what", DOES)
 def test_a_module_that_does_at_import_what_nobody_can_take_back(world: World, what: str) -> None:
-    """Such a process takes no order; one whose import raises goes on as it is. The next cell is right, and waits for none."""
+    """Such a process takes no order; one whose import raises goes on as it is."""
     (world.project / "mine.py").write_text("")
     world.does.write_text(DOES[what])
     world.run()
@@ -216,7 +233,7 @@ def test_a_spare_that_is_killed_while_it_imports(world: World) -> None:
 
 @pytest.mark.parametrize("who", ["agents", "forkservers", "supervisor"])
 def test_it_ends_with_whom_it_is_tied_to(world: World, who: str) -> None:
-    """One that hangs in an import, and those that wait beside it, end with their agent, forkserver and supervisor."""
+    """One that hangs in an import, and those that wait, end with their agent or supervisor."""
     world.does.write_text(DOES["hangs"])
     world.run()
     until(lambda: len(world.imported) > 2)
@@ -234,7 +251,7 @@ print("mine", os.getpid())
 
 
 def test_what_an_import_prints_ahead_is_nobodys_output(world: World) -> None:
-    """It was shown in the cell before; the cell shows its own lines, from Python, C and child processes."""
+    """The cell before showed it; this one shows its own lines, from Python, C and children."""
     loud = "print('loud'); os.system('echo loud; echo loud >&2'); sys.stdout.write('no end')"
     world.does.write_text(loud)
     ready = world.ready()

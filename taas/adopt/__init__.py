@@ -69,7 +69,7 @@ def begin_run(address: StoreAddress) -> None:
 
 
 def join(address: StoreAddress) -> None:
-    """Be in the first run of a process that was made a rank before it was known: it has no group yet to make anew."""
+    """Join the first run of a rank that was made ahead: it has no process group to renew."""
     if _meeting is not None:
         _meeting.membership.begin_run(address)
 

@@ -53,8 +53,9 @@ _REHEARSED = "taas.rehearsal.ahead"
 _IDLY = "TAAS_IMPORT_IDLY"
 """The variable in which the first finds what it is to import at a low priority."""
 _READ_AT_IMPORT = (
-    "BLIS_", "CUDA_", "GOMP_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "OMP_",
-    "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_", "VECLIB_",
+    "BLIS_", "CUDA_", "GOMP_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_",
+    "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
+    "TRITON_", "VECLIB_",
 )  # fmt: skip
 
 

@@ -660,15 +660,18 @@ def of_notebook() -> dict[str, Any]:
 
 
 _NOT_SEEN_BY_IMPORTS = frozenset({
-    "environment", "sys.path", "sys.argv", "time zone", "working directory",  # compared by themselves
-    "random numbers", "numbers of hooks",  # what draws at import is found out
-    "warning filters", "log levels", "names of log levels", "levels of all logs", "formats and aliases of IPython",
-    "print options of NumPy", "print options of torch", "how figures are shown", "figures are shown",
+    # compared by themselves
+    "environment", "sys.path", "sys.argv", "time zone", "working directory",
+    # an import that draws is found out
+    "random numbers", "numbers of hooks",
+    # how things look
+    "warning filters", "log levels", "names of log levels", "levels of all logs",
+    "formats and aliases of IPython", "print options of NumPy", "print options of torch",
+    "how figures are shown", "figures are shown",
+    # ranks have their own
     "open files", "garbage collection", "threads of torch",
 })  # fmt: skip
-"""State that is no matter for what a module makes at import: how things look, and what ranks have of
-their own.
-"""
+"""State that does not matter to a module at import."""
 
 
 def path_and_arguments() -> tuple[list[str], list[str]]:
@@ -677,9 +680,10 @@ def path_and_arguments() -> tuple[list[str], list[str]]:
 
 
 def seen_by_imports(*, rank: bool) -> dict[str, str]:
-    """Return what of this process's state a module may find at import, each kind as a text, of what is loaded.
+    """Return the state of this process that a module may find at import, each kind as a text.
 
-    A module makes tensors of the default dtype, and a filter makes an error of its warning.
+    Libraries that are not loaded have no state. A module makes tensors of the default dtype, and a
+    filter makes an error of its warning.
     """
     found = _take(row for row in table(rank=rank) if row.name not in _NOT_SEEN_BY_IMPORTS)
     filters: list[Any] = warnings.filters  # type: ignore[assignment]

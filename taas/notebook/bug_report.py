@@ -36,7 +36,8 @@ def write_report(record: RunRecord, findings: Iterable[Finding], folder: Path) -
     path = folder / f"taas-report-{record.name}.txt"
     text = "\n".join(_sections(record, findings))
     try:
-        path.write_text(without_home(text, os.path.expanduser("~")), encoding="utf-8")  # noqa: PTH111
+        home = os.path.expanduser("~")  # noqa: PTH111
+        path.write_text(without_home(text, home), encoding="utf-8")
     except OSError as error:
         raise EngineError(
             f"the report cannot be written to {path}: {error.strerror}. Run `taas doctor --report "

@@ -64,7 +64,8 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, BaseProcess):
-            return copyreg.__newobj__, (type(value),), value.__getstate__()  # type: ignore[attr-defined]
+            state = value.__getstate__()
+            return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
         if isinstance(value, types.CodeType):
             if text := linecache.cache.get(value.co_filename):
                 self.cells[value.co_filename] = text
@@ -92,7 +93,8 @@ def _reduce(process: BaseProcess) -> tuple[Any, ...]:
 
 def _arrive(membership: bytes, packed: bytes) -> BaseProcess:
     """In the child: become one of the rank's, and unpack the process."""
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the cell shows it as it happens
+    # the cell shows each line as it is printed
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     after_import("torch", lambda _: _join_run(membership))
     unpickler = _Unpickler(io.BytesIO(packed))
     process: BaseProcess = unpickler.load()

@@ -25,7 +25,7 @@ _FROZEN = "<frozen "
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """Return an error's traceback as Python formats it, without what :func:`hide_machinery` hides."""
+    """Return an error's traceback as Python formats it, without the frames of taas."""
     hide_machinery(error)
     return "".join(traceback.format_exception(error)).splitlines()
 

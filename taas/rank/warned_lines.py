@@ -36,7 +36,8 @@ def _passing_over(native: _Show) -> _Show:
             return
         # that it was told of a line of taas is forgotten: the next line of the user's tells it, too
         ours.f_globals.get("__warningregistry__", {}).clear()
-        warnings.onceregistry.pop((str(message.message), message.category), None)  # type: ignore[attr-defined]
+        told = (str(message.message), message.category)
+        warnings.onceregistry.pop(told, None)  # type: ignore[attr-defined]
         names = caller.f_globals
         warnings.warn_explicit(
             message.message,

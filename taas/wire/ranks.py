@@ -213,7 +213,9 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class AtImport(msgspec.Struct, frozen=True):
-    """What a module may read of a notebook's process while it is imported, beside the environment; empty: nobody can tell.
+    """What a module may read of a notebook's process at import, beside the environment.
+
+    It is empty where that cannot be told.
 
     Attributes:
         path, arguments: ``sys.path`` and ``sys.argv``, as they travel to ranks.
@@ -329,7 +331,7 @@ def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
 
 
 VARIABLES_OF_A_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
-"""Variables of a rank that each run has others of; the rest of them two like runs have in common."""
+"""Variables of a rank that are new for each run; two like runs share the others."""
 
 
 class GetReady(Message, frozen=True):
