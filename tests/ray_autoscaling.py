@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -61,6 +62,9 @@ class AutoscaledCluster:
             **os.environ,
             "RAY_enable_autoscaler_v2": "1",
             "RAY_FAKE_CLUSTER": "1",
+            # a head takes the token in this user's home, if there is one, and drivers do not
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(self.folder),
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
