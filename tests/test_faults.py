@@ -57,8 +57,9 @@ FAILS = {
         (),
     ),
     "a rank that is killed, and not those whose collective broke": (
-        block(f"""
-            {GROUP}dist.barrier()
+        GROUP
+        + block("""
+            dist.barrier()
             if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(1))
         """),

@@ -693,8 +693,9 @@ def test_kept_memory_is_compared_on_the_gpu(notebook: Notebook) -> None:
     keep = "#pragma taas --gpus 1 --keep\n"
     notebook.good(f"{keep}large = torch.zeros((1 << 28) + 3, device='cuda')")
     ran = notebook.good(
-        block(f"""
-            {keep}print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)
+        keep
+        + block("""
+            print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)
             large[-1] = 1.0
         """)
     )
