@@ -30,7 +30,7 @@ environ, path, modules = {state}
 for entry in list(_registry.values()):
     taas.unregister(entry.loader)
 for name in sys.modules.keys() - modules:
-    if os.path.dirname(os.getcwd()) in str(getattr(sys.modules[name], "__file__", "")):
+    if str(getattr(sys.modules[name], "__file__", "")).startswith({projects!r}):
         del sys.modules[name]
 os.environ.clear(); os.environ.update(environ); sys.path[:] = path
 os.chdir({folder!r})
@@ -141,10 +141,11 @@ class Notebook:
     def renew(self, folder: Path) -> None:
         """Have it as it was when this was first called, in another folder."""
         self._as_started = self._as_started or self.good(_STATE).own
-        self.folder = folder
-        self.good(
-            f"%taas release\n{_RENEW.format(state=self._as_started.strip(), folder=str(folder))}"
+        renew = _RENEW.format(
+            state=self._as_started.strip(), folder=str(folder), projects=f"{self.folder.parent}/"
         )
+        self.folder = folder
+        self.good(f"%taas release\n{renew}")
         # ``%reset`` takes ``__spec__`` away, which multiprocessing asks for where it does not fork
         # (Python 3.14)
         self.good("%reset -f\n__spec__ = None")

@@ -129,10 +129,7 @@ def test_stop_says_what_goes_on(alone: Path) -> None:
         try:
             other.good("%load_ext taas")
             said = other.run("%taas stop").stderr
-            assert (
-                "no run of this notebook goes on, but others do; type one of %taas stop small"
-                in said
-            )
+            assert "no run of this notebook goes on, but others do; type %taas stop small" in said
         finally:
             other.close()
         book.good(f"#pragma taas --gpus 1 --background --name large\n{WAITS}")

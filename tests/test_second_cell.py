@@ -1547,7 +1547,7 @@ def test_ranks_that_stay_have_their_own(notebook: Notebook) -> None:
 def test_a_cell_whose_ranks_stay_is_told_what_helps_there(notebook: Notebook) -> None:
     """It has ``--keep`` already: what it makes of a model or of the rank, its ranks keep."""
     notebook.good(IMPORTS)
-    notebook.good(MAKE + "rank = dist.get_rank()\nmodels = {'a': net}")
+    notebook.good(MAKE + "\nrank = dist.get_rank()\nmodels = {'a': net}")
     ran = notebook.good(KEPT + "meet()\nnet(x), models, rank")
     said = [line for line in ran.stdout.splitlines() if line.startswith("taas: ")]
     wrap = "came back without its DistributedDataParallel: wrap it again in this cell, and these"
