@@ -17,6 +17,10 @@ from oracle import Program, compare, play
 SETUP = "#pragma taas --setup\n"
 
 
+_LIBRARIES = {"tqdm.pandas": "tqdm", "a representer of yaml": "yaml"}
+"""What rows need that is no dependency of taas."""
+
+
 class Kept(NamedTuple):
     """What a library keeps of an earlier cell.
 
@@ -96,6 +100,8 @@ def test_what_a_library_keeps_is_there_in_ranks(kept: Kept, tmp_path: Path) -> N
 
     Without it, the library in the rank does not know the name.
     """
+    if library := _LIBRARIES.get(kept.name):
+        pytest.importorskip(library)
     program = Program(kept.name, (SETUP + kept.setup, kept.use, "r"), (1,))
     different = compare(program, tmp_path)
     assert not different, "\n".join(different)

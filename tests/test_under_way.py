@@ -9,6 +9,8 @@ from blocks import block
 from notebook_harness import Notebook
 from oracle import play, row, together
 
+pytest.importorskip("tqdm")  # no dependency of taas
+
 BARS = """
 from tqdm import tqdm
 how = {

@@ -116,13 +116,13 @@ class MessageReader:
     def __call__(self, data: bytes | memoryview) -> Any:
         """Decode one message.
 
-        msgspec's own errors are ValueErrors, and so is the UnicodeDecodeError for invalid UTF-8. A
-        field that is nested too deeply, even an unknown one, raises a RecursionError, which is no
-        ValueError.
+        Invalid UTF-8 raises a UnicodeDecodeError, which is a ValueError; msgspec's own errors are
+        that only in newer versions. A field that is nested too deeply, even an unknown one, raises
+        a RecursionError.
         """
         try:
             return self._decode(data)
-        except (ValueError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Unreadable(f"{type(error).__name__}: {error}") from None
 
 
