@@ -238,8 +238,8 @@ def test_what_shares_something_that_can_change_travels_with_it(tmp_path: Path) -
     found = played(
         tmp_path,
         """
-        import array, itertools
-        numbers, steps = array.array("i", [1]), itertools.count(5)
+        import array
+        numbers, steps = array.array("i", [1]), enumerate("ab", 5)
         """,
         in_ranks("one = [numbers, steps]"),
         "two = [numbers, steps]",

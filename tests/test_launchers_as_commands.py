@@ -57,7 +57,8 @@ def test_other_commands_run(notebook: Notebook) -> None:
 import os, subprocess, sys
 !echo torchrun train.py
 asks = [sys.executable, "-m", "torch.distributed.run", "--help"]
-said = subprocess.run(asks, capture_output=True, text=True).stdout[:6]
+plain = {**os.environ, "NO_COLOR": "1"}
+said = subprocess.run(asks, capture_output=True, text=True, env=plain).stdout[:6]
 status = os.system("echo 'mpirun; deepspeed' > note.txt")""")
     assert "torchrun train.py" in ran.stdout
     assert notebook.value("said.split(':')[0], status") == "usage 0"
