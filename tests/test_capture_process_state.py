@@ -339,7 +339,7 @@ CHANGES = [
         first="""
             import torch._dynamo
             torch._dynamo.config.suppress_errors = True
-            torch._dynamo.config.recompile_limit = 11
+            torch._dynamo.config.cache_size_limit = 11
         """,
         then="""
             torch._dynamo.config.suppress_errors = False
@@ -348,7 +348,7 @@ CHANGES = [
         seen="""
             (
                 torch._dynamo.config.suppress_errors,
-                torch._dynamo.config.recompile_limit,
+                torch._dynamo.config.cache_size_limit,
                 torch._dynamo.config.verbose,
             )
         """,
