@@ -108,7 +108,7 @@ class ForkedProcess:
             kill_tree([self.recorded])
 
 
-class Ahead(enum.Enum):
+class MadeAhead(enum.Enum):
     """How far a spare is that may be made a rank ahead of its order."""
 
     NOT = "not told"
@@ -127,7 +127,7 @@ class RankProcess(ForkedProcess):
 
     def __init__(self, preparation: Preparation) -> None:
         self.writes_collective = False
-        self.ahead = Ahead.NOT
+        self.ahead = MadeAhead.NOT
         self.expected: GetReady | None = None
         self._heard: list[RankSays] = []
         self._connection, its = socket_pair()
@@ -218,7 +218,7 @@ class RankProcess(ForkedProcess):
 
     def get_ready(self, order: GetReady) -> None:
         """Let it be the rank that is expected next."""
-        self.ahead, self.expected = Ahead.IMPORTING, order
+        self.ahead, self.expected = MadeAhead.IMPORTING, order
         self.tell(pack(order))
 
     def takes_order(self, until: float) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 
 from taas.agent.job import Job
 from taas.agent.looks import Look, RankUsage, last_words
-from taas.agent.processes import Ahead, ForkedProcess, RankProcess, orphans
+from taas.agent.processes import ForkedProcess, MadeAhead, RankProcess, orphans
 from taas.agent.rank_endings import Ending, Rank
 from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
 from taas.agent.torchrun import RunStore, rank_environ
@@ -140,7 +140,7 @@ class RankJob(Job):
         until = time.monotonic() + deadlines.TAKES_ORDER
         for rank, start in zip(self.ranks, self._starts, strict=True):
             process, source = rank.process, rank.process.source
-            if process.ahead is Ahead.NOT:
+            if process.ahead is MadeAhead.NOT:
                 continue
             if process.takes_order(until):
                 self._hear_rank(rank)  # what it said since will make nothing readable again

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.processes import Ahead, RankProcess, sweep_orphans, wait_for_all
+from taas.agent.processes import MadeAhead, RankProcess, sweep_orphans, wait_for_all
 from taas.agent.staging import ProjectArrival
 from taas.agent.torchrun import RunStore
 from taas.memory_limits import memory_left
@@ -117,7 +117,7 @@ class Spares:
         self._waiting = [process for process in self._waiting if process.alive]
         now = _Surroundings.now(preparation.project, count)
         if now is None or now != self._surroundings:
-            for spare in [one for one in self._waiting if one.ahead is not Ahead.NOT]:
+            for spare in [one for one in self._waiting if one.ahead is not MadeAhead.NOT]:
                 self._end_one(spare)
         for local in range(count):
             yield self._take_one(local) or RankProcess(preparation)
@@ -125,7 +125,7 @@ class Spares:
     def _take_one(self, local: int) -> RankProcess | None:
         """Return the spare that is this rank already, else one that can be any."""
         fitting = [spare for spare in self._waiting if spare.local_rank == local]
-        fitting += [spare for spare in self._waiting if spare.ahead is Ahead.NOT]
+        fitting += [spare for spare in self._waiting if spare.ahead is MadeAhead.NOT]
         if not fitting:
             return None
         self._waiting.remove(fitting[0])
@@ -156,7 +156,7 @@ class Spares:
     @property
     def _importing(self) -> RankProcess | None:
         """The one that imports: one at a time, beside what the user does."""
-        return next((one for one in self._waiting if one.ahead is Ahead.IMPORTING), None)
+        return next((one for one in self._waiting if one.ahead is MadeAhead.IMPORTING), None)
 
     def _make_one(self) -> None:
         assert self._preparation is not None
@@ -175,7 +175,7 @@ class Spares:
     def _let_one_get_ready(self) -> None:
         """Let the next rank be made, if memory remains: it takes about what the last one took."""
         left = memory_left()
-        spare = next((one for one in self._waiting if one.ahead is Ahead.NOT), None)
+        spare = next((one for one in self._waiting if one.ahead is MadeAhead.NOT), None)
         if spare is None or left.free - self._import_took < _LEFT_FOR_OTHERS * left.total:
             self._ahead = {}
             return
@@ -191,7 +191,7 @@ class Spares:
             if not isinstance(said, RankReady):
                 continue
             if said.state is Readiness.IMPORTED:
-                spare.ahead, self._import_took = Ahead.READY, said.nbytes
+                spare.ahead, self._import_took = MadeAhead.READY, said.nbytes
             else:
                 self._give_up(spare, said.unfit)
         if spare.source < 0:
@@ -218,11 +218,11 @@ class Spares:
 
     def _lose(self, spare: RankProcess) -> None:
         """One is gone, for whatever reason: make no others in its place."""
-        if spare.ahead is Ahead.IMPORTING and spare in self._waiting:
+        if spare.ahead is MadeAhead.IMPORTING and spare in self._waiting:
             self._hear(spare)  # the end of a process may be seen before its last word
             if spare not in self._waiting:
                 return  # it said why
-        if spare.ahead is Ahead.IMPORTING and spare.expected is not None:
+        if spare.ahead is MadeAhead.IMPORTING and spare.expected is not None:
             self._in_vain.add(spare.expected.modules)  # an import has ended it, or took the memory
         self._off(spare.sentinel)
         self._off(spare.source)
@@ -238,7 +238,7 @@ class Spares:
         self._waiting.remove(spare)
         self._off(spare.sentinel)
         self._off(spare.source)
-        if spare.ahead is not Ahead.NOT:
+        if spare.ahead is not MadeAhead.NOT:
             spare.kill_tree()
         spare.send(signal.SIGKILL)
         spare.disconnect()
