@@ -19,7 +19,7 @@ _HIERARCHIES = Path("/sys/fs/cgroup")
 _SCARCE_SHARE = 0.1
 
 
-class Memory(NamedTuple):
+class MemoryLeft(NamedTuple):
     """Memory in bytes, of the machine or of the control group that has less left."""
 
     free: int  # what can be had without taking memory from any process
@@ -51,29 +51,29 @@ _SECOND = _Version(
 )
 
 
-def memory_left() -> Memory:
+def memory_left() -> MemoryLeft:
     """Return the memory of this machine, or of a control group around this process.
 
     It is that of which the least is left.
     """
     machine = psutil.virtual_memory()
-    found = [Memory(machine.available, machine.total)]
+    found = [MemoryLeft(machine.available, machine.total)]
     for version, folder in _groups():
         # the root of version 2 has no such file, and a group without a limit says "max"
         with suppress(OSError, ValueError):
             found.append(_left_in(version, folder))
     tightest = min(found, key=lambda memory: memory.free)
-    return Memory(max(0, tightest.free), min(tightest.total, machine.total))
+    return MemoryLeft(max(0, tightest.free), min(tightest.total, machine.total))
 
 
-def _left_in(version: _Version, folder: Path) -> Memory:
+def _left_in(version: _Version, folder: Path) -> MemoryLeft:
     limit = int((folder / version.limit).read_text())
     used = int((folder / version.used).read_text())
     lines = (folder / "memory.stat").read_text().splitlines()
     stat = dict(line.split() for line in lines)
     # sandboxes that imitate control groups may leave lines out
     reclaimable = sum(int(stat.get(name, "0")) for name in version.reclaimable)
-    return Memory(limit - max(0, used - reclaimable), limit)
+    return MemoryLeft(limit - max(0, used - reclaimable), limit)
 
 
 def _groups() -> Iterator[tuple[_Version, Path]]:
