@@ -20,7 +20,7 @@ from taas import _linux, process_log
 from taas._linux import remove_tree
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import DataJob, Job
-from taas.agent.processes import become_subreaper, orphans, sweep_orphans
+from taas.agent.processes import become_subreaper, bury_orphans, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
@@ -82,7 +82,7 @@ class Agent:
                 for job in self._jobs.values():
                     job.step()
                 if not self._rank_jobs:
-                    orphans((self.forkserver.pid,))  # buries what took its time to clean up
+                    bury_orphans((self.forkserver.pid,))  # what took its time to clean up
                     self.spares.step()
                 if self._link is not None:
                     self._look_at_link(self._link)

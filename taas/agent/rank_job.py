@@ -18,7 +18,7 @@ import msgspec
 
 from taas.agent.job import Job
 from taas.agent.looks import Look, RankUsage, last_words
-from taas.agent.processes import ForkedProcess, MadeAhead, RankProcess, orphans
+from taas.agent.processes import ForkedProcess, MadeAhead, RankProcess, bury_orphans
 from taas.agent.rank_endings import Ending, Rank
 from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
 from taas.agent.torchrun import RunStore, rank_environ
@@ -190,7 +190,7 @@ class RankJob(Job):
         """Take in what the supervisor says."""
         match message:
             case LookAtRanks():
-                orphans((self._agent.forkserver.pid,))  # buries them: a long run may have many
+                bury_orphans((self._agent.forkserver.pid,))  # a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
                 self._look = Look(
                     processes, self._folder, message
