@@ -26,7 +26,6 @@ from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack
 from taas.wire.ranks import (
-    VARIABLES_OF_A_RUN,
     Answer,
     Asking,
     GetReady,
@@ -52,11 +51,9 @@ logger = logging.getLogger(__name__)
 
 def _expected(start: RankStart, modules: tuple[str, ...], scratch: str) -> GetReady:
     """Return the order for a spare to become a rank like the last one, with a scratch apart."""
-    environ = {n: v for n, v in start.environ.items() if n not in VARIABLES_OF_A_RUN}
     staged = msgspec.structs.replace(start.staged, scratch=str(Path(scratch) / "ahead"))
-    return GetReady(
-        start=msgspec.structs.replace(start, staged=staged, environ=environ), modules=modules
-    )
+    expected = msgspec.structs.replace(start, staged=staged, environ=start.lasting_environ)
+    return GetReady(start=expected, modules=modules)
 
 
 class RankJob(Job):

@@ -13,7 +13,6 @@ import functools
 import gc
 import io
 import os
-import re
 import socket
 import sys
 import traceback
@@ -316,8 +315,8 @@ def _enter_project(start: RankStart, project: str) -> None:
     os.chdir(project)
     if sys.path[:1] != [project]:
         sys.path.insert(0, project)
-    spelling = re.search("--local[_-]rank", start.order.cell.text)
-    sys.argv = ["<cell>", *([f"{spelling[0]}={start.local_rank}"] if spelling else [])]
+    option = start.order.cell.local_rank_option
+    sys.argv = ["<cell>", *([f"{option}={start.local_rank}"] if option else [])]
 
 
 def _enter_device(order: RankOrder, local_rank: int) -> str | None:

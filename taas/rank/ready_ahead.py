@@ -104,7 +104,7 @@ class _Terms(NamedTuple):
     shown: bool  # whether the cell shows what this rank prints: its bars are widgets then
     preparation: object
     own_gpu_first: bool
-    launcher_argument: str  # as the cell spells it
+    local_rank_option: str
     place: tuple[object, ...]
     gpus: tuple[str, ...]
     delivers: bool
@@ -118,19 +118,18 @@ class _Terms(NamedTuple):
 def terms_of(start: RankStart) -> _Terms:
     """Return what of an order has to be as it was expected."""
     order, staged, cell = start.order, start.staged, start.order.cell
-    spelling = re.search("--local[_-]rank", cell.text)
     return _Terms(
         header=cell.spec.of_ranks(),
         shown=start.rank in cell.spec.shown_ranks(),
         preparation=preparation_of(order, staged),
         own_gpu_first=cell.own_gpu_first,
-        launcher_argument=spelling[0] if spelling else "",
+        local_rank_option=cell.local_rank_option,
         place=(order.vm, order.group_rank, start.local_rank, order.host, order.store.host),
         gpus=order.gpus,
         delivers=order.delivery is not None,
         goes_on=order.continues or order.restart_count > 0,
         folders=(staged.project, staged.replica, staged.on_demand, str(Path(staged.output).parent)),
-        environ={n: v for n, v in start.environ.items() if n not in VARIABLES_OF_A_RUN},
+        environ=start.lasting_environ,
         path=staged.at_import.path,
         arguments=staged.at_import.arguments,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import re
 import signal
 import socket
 from array import array
@@ -211,6 +212,12 @@ class Cell(msgspec.Struct, frozen=True):
     directory: str = ""
     own_gpu_first: bool = False
 
+    @property
+    def local_rank_option(self) -> str:
+        """Return how it spells the option with its local rank, as programs for launchers do."""
+        found = re.search("--local[_-]rank", self.text)
+        return found[0] if found else ""
+
 
 class AtImport(msgspec.Struct, frozen=True):
     """What a module may read of a notebook's process at import, beside the environment.
@@ -322,6 +329,12 @@ class RankStart(Message, frozen=True):
     def rank(self) -> int:
         """Return the global rank."""
         return self.order.first_rank + self.local_rank
+
+    @property
+    def lasting_environ(self) -> dict[str, str]:
+        """Return its variables without :data:`VARIABLES_OF_A_RUN`."""
+        of_all = self.environ.items()
+        return {name: value for name, value in of_all if name not in VARIABLES_OF_A_RUN}
 
 
 def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
