@@ -62,9 +62,7 @@ _SETS_VARIABLES = re.compile(
 
 def installed_modules(after: str) -> tuple[str, ...]:
     """Return the installed modules that were imported after one, in order; few are none."""
-    names = []
-    with contextlib.suppress(RuntimeError):  # a thread of the program imports one right now
-        names = [name for name in reversed(imported_after(after)) if _file_of_installed(name)]
+    names = [name for name in reversed(imported_after(after)) if _file_of_installed(name)]
     return tuple(names) if len(names) >= _FEWEST else ()
 
 
@@ -135,13 +133,19 @@ def terms_of(start: RankStart) -> _Terms:
     )
 
 
-_FileStatus = tuple[int, int, int, int]
+class _FileStatus(NamedTuple):
+    """What changes with a file, or with a folder's entries."""
+
+    modified_ns: int
+    changed_ns: int
+    nbytes: int
+    inode: int
 
 
 def _status(path: str) -> _FileStatus:
-    """Return what changes with a file, or a folder's entries; OSError: it is gone."""
-    status = os.stat(path)  # noqa: PTH116  thousands of them
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+    """Return how a file or folder is now; OSError: it is gone."""
+    found = os.stat(path)  # noqa: PTH116  thousands of them
+    return _FileStatus(found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
 
 
 class ReadyAhead:
@@ -220,14 +224,15 @@ class ReadyAhead:
 
     def _note_files(self, new: list[str], began: int) -> None:
         """Note modules' files; one that changed since the imports began makes the process unfit."""
-        for name in new:
-            if file := _file_of_installed(name):
-                try:
-                    self._files[file] = _status(file)
-                except OSError:
-                    self._files[file] = (0, began, 0, 0)
-                if self._files[file][1] >= began:
-                    self.unfit.append(f"was about to read {file}, which was changed")
+        for file in filter(None, map(_file_of_installed, new)):
+            try:
+                status = _status(file)
+            except OSError as error:
+                self.unfit.append(f"has imported {file}: {error.strerror}")
+                continue
+            self._files[file] = status
+            if status.changed_ns >= began:
+                self.unfit.append(f"was about to read {file}, which was changed")
 
     # ------------------------------------------------------------ the order
 
