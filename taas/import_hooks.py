@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -173,6 +173,19 @@ def imported_since(known: set[str]) -> list[str]:
         new = [name for name in [*sys.modules] if name not in known]
     known.update(new)
     return new
+
+
+def is_installed(path: str) -> bool:
+    """Tell whether a file belongs to Python's library or an installed package, not to a project."""
+    in_package = "/site-packages/" in path or "/dist-packages/" in path
+    return in_package or path.startswith(_library_folders())
+
+
+@cache
+def _library_folders() -> tuple[str, ...]:
+    import sysconfig  # a kernel imports this file, and never asks
+
+    return tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib"))
 
 
 _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}

@@ -19,10 +19,8 @@ import importlib
 import os
 import re
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +32,7 @@ from taas.capture.environment import file_time
 from taas.capture.import_draws import drawing_nothing, imported_after, last_imported
 from taas.capture.process_state import ProcessState, seen_by_imports
 from taas.capture.random_states import states_of_generators
-from taas.import_hooks import around_imports, attributes_of
+from taas.import_hooks import around_imports, attributes_of, is_installed
 from taas.rank.shell import RankShell
 from taas.rank_storage import Guard
 from taas.wire.ranks import VARIABLES_OF_A_RUN, GetReady, RankStart, preparation_of
@@ -71,25 +69,11 @@ def _file_of_installed(name: str) -> str:
     spec = attributes_of(sys.modules.get(name)).get("__spec__")
     if not isinstance(spec, ModuleSpec) or spec.name != name or not spec.origin:
         return ""  # one that a program has made, or that has another name as well
-    return spec.origin if _is_installed(spec.origin) and not _is_ours(name) else ""
+    return spec.origin if is_installed(spec.origin) and not _is_ours(name) else ""
 
 
 def _is_ours(name: str) -> bool:
     return name.partition(".")[0] == "taas"
-
-
-def _is_installed(path: str) -> bool:
-    """Whether a file belongs to Python's library or an installed package, not to a project."""
-    folders = Path(path).parts
-    if "site-packages" in folders or "dist-packages" in folders:
-        return True
-    return path.startswith(_library_folders())
-
-
-@cache
-def _library_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple(f"{paths[kind]}/" for kind in ("stdlib", "platstdlib"))
 
 
 # ---------------------------------------------------------------- what is compared
@@ -265,13 +249,13 @@ class ReadyAhead:
 
 
 def _holds_installed(entry: str) -> bool:
-    return bool(entry) and _is_installed(f"{entry}/") and Path(entry).is_dir()
+    return bool(entry) and is_installed(f"{entry}/") and Path(entry).is_dir()
 
 
 def _is_of_project(name: str) -> bool:
     """Whether a module's file is not installed: such files are edited; each cell reads them."""
     file = attributes_of(sys.modules.get(name)).get("__file__")
-    return isinstance(file, str) and not _is_installed(file) and not _is_ours(name)
+    return isinstance(file, str) and not is_installed(file) and not _is_ours(name)
 
 
 def _found_at(top: str) -> object:
@@ -282,7 +266,7 @@ def _found_at(top: str) -> object:
     if spec is None:
         return None
     places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
-    return tuple(places) if all(_is_installed(f"{place}/") for place in places) else None
+    return tuple(places) if all(is_installed(f"{place}/") for place in places) else None
 
 
 # ---------------------------------------------------------------- reads of what is not known yet

@@ -9,17 +9,15 @@ left out: the user, or we, may have to know where it came from.
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 from taas.delivery.failures import chain_of, entries_of, raise_remote
+from taas.import_hooks import is_installed
 
 _TAAS = f"{Path(__file__).parents[1]}/"
 _DELIVERY = f"{_TAAS}delivery/"
-_PYTHON = f"{sysconfig.get_path('stdlib')}/"
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 _FROZEN = "<frozen "
 """Python leaves the frames of its own import out, unless another loader's stand between them."""
 
@@ -71,8 +69,7 @@ def _place_of_users_code(error: BaseException, entries: list[TracebackType]) -> 
 
 def _is_users(file: str) -> bool:
     """Tell whether code in a file is the user's: neither of taas, nor of Python, nor installed."""
-    ours = file.startswith((_TAAS, _FROZEN, _PYTHON))
-    return not ours and not any(folder in file for folder in _INSTALLED)
+    return not file.startswith((_TAAS, _FROZEN)) and not is_installed(file)
 
 
 def _file_of(entry: TracebackType) -> str:
