@@ -276,6 +276,17 @@ def process(pid: int) -> Process | None:
     return Process(fields[0], int(fields[19]))
 
 
+def set_priority(pid: int, niceness: int) -> None:
+    """Set the priority of each thread of a process: on Linux each has its own (nice(2)).
+
+    Raises:
+        PermissionError: this user may not raise it.
+    """
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+
+
 # privileges ---------------------------------------------------------------------------------------
 
 

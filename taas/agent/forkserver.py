@@ -14,9 +14,9 @@ import signal
 from collections.abc import Callable
 from multiprocessing import forkserver as _mp
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from taas import _linux
 from taas.wire import deadlines
 from taas.wire.poll_loop import give_limit
 
@@ -138,9 +138,8 @@ class Forkserver:
         """Let it import at full speed, as a run waits; where this user may raise a priority."""
         idle, self._idle = self._idle, False
         if idle and self.pid is not None:
-            for thread in Path(f"/proc/{self.pid}/task").glob("*"):
-                with contextlib.suppress(PermissionError, ProcessLookupError):
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
+            with contextlib.suppress(PermissionError):
+                _linux.set_priority(self.pid, 0)
 
     def fit(
         self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False

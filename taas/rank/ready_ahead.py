@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from taas import _linux
 from taas.adopt import own_gpu
 from taas.capture.environment import file_time
 from taas.capture.import_draws import drawing_nothing, imported_after, last_imported
@@ -335,18 +336,11 @@ def low_priority() -> Iterator[None]:
     if not _may_raise_priority(before):
         yield
         return
-    _set_priority(before + _NICER_BY)
+    _linux.set_priority(os.getpid(), before + _NICER_BY)
     try:
         yield
     finally:
-        _set_priority(before)
-
-
-def _set_priority(niceness: int) -> None:
-    """Set it for each thread: on Linux each has its own (nice(2))."""
-    for thread in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+        _linux.set_priority(os.getpid(), before)
 
 
 def _may_raise_priority(before: int) -> bool:
