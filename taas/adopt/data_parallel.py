@@ -96,10 +96,8 @@ class Replicas:
         groups.
         """
         if self.group is None or self.group.ended:
-            self.past, self.group = (
-                self.group or self.past,
-                ReplicaGroup(self.membership, cuda=self.cuda),
-            )
+            made = ReplicaGroup(self.membership, cuda=self.cuda)
+            self.past, self.group = self.group or self.past, made
         return self.group
 
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
@@ -351,11 +349,8 @@ class ReplicaPass:
 
         Returns its inputs, and those of its parameters that have gradients, by name.
         """
-        tensors, ways, mine = (
-            tensors_of(self._batch),
-            self._ways,
-            0 if self._idle else self._group.rank,
-        )
+        tensors, ways = tensors_of(self._batch), self._ways
+        mine = 0 if self._idle else self._group.rank
         # They are copies, because a module that changes its input in place would change the batch,
         # and differently on each rank.
         slices = [

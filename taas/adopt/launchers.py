@@ -75,10 +75,8 @@ def install(membership: Membership, rendezvous: Rendezvous) -> None:
         "accelerate.launchers", lambda module: _adopt_accelerate(module, membership, adopter)
     )
     if membership.nodes > 1:
-        for variable in (
-            "PL_TRAINER_NUM_NODES",
-            "LT_NUM_NODES",
-        ):  # Trainer and Fabric take them as defaults
+        # Trainer and Fabric take them as defaults
+        for variable in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES"):
             os.environ.setdefault(variable, str(membership.nodes))
 
 

@@ -228,9 +228,8 @@ class DataJob(Job):
 
 
 def _be_data_process(order: DataOrder, staged: Staged) -> None:
-    from threadpoolctl import (
-        threadpool_limits,
-    )  # as all that a data process needs and an agent does not
+    # imported here, as all that a data process needs and an agent does not
+    from threadpoolctl import threadpool_limits
 
     from taas import project_sync
     from taas.project_sync import files_on_demand

@@ -180,20 +180,14 @@ class RankUsage:
 def _use(rank: Rank, on_gpu: GpuUse) -> RankUse:
     if rank.ended is not None:
         return RankUse(rank.number, rank.ended.outcome)
-    state, share, nbytes, process = (
-        "running" if rank.started else "starting",
-        0.0,
-        0,
-        rank.process.recorded,
-    )
+    state, share, nbytes = "running" if rank.started else "starting", 0.0, 0
+    process = rank.process.recorded
     with contextlib.suppress(psutil.NoSuchProcess):
         if process is not None:
             if process.status() == psutil.STATUS_STOPPED:
                 state = "stopped"
-            share, memory = (
-                process.cpu_percent(),
-                process.memory_info(),
-            )  # of the time since the last look
+            share = process.cpu_percent()  # of the time since the last look
+            memory = process.memory_info()
             nbytes = (memory.rss - memory.shared) >> 20 << 20
     gpu = None if on_gpu.percent is None else _rounded(on_gpu.percent)
     return RankUse(rank.number, state, _rounded(share), nbytes, gpu, on_gpu.nbytes >> 20 << 20)

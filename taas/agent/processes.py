@@ -160,9 +160,8 @@ class RankProcess(ForkedProcess):
         self.send(NOTICE)
         self.tell(pack(RankRequest(what="notice", ignored=ignored)))
         for program in self._programs():
-            with contextlib.suppress(
-                psutil.NoSuchProcess, psutil.AccessDenied
-            ):  # by sudo: another user's
+            # AccessDenied: what a cell started by sudo is another user's
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 program.send_signal(signal.SIGINT)
 
     def _ignores(self, number: signal.Signals) -> bool:

@@ -189,9 +189,8 @@ class RankJob(Job):
             case LookAtRanks():
                 bury_orphans((self._agent.forkserver.pid,))  # a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
-                self._look = Look(
-                    processes, self._folder, message
-                )  # in place of one that is on its way
+                # in place of one that is on its way
+                self._look = Look(processes, self._folder, message)
                 self._step_look()
             case Answer():
                 for rank in self.ranks:
@@ -235,9 +234,8 @@ class RankJob(Job):
                 said = msgspec.structs.replace(said, answer=None)
                 self.fail(f"the names that the run made could not be taken: {error}")
         rank.ended, rank.ended_at = said, time.monotonic()
-        if (
-            not self._work.cell.spec.keep or rank.packing
-        ):  # then it is the last word of one that is stuck
+        # one that was to stay and has packed its names as they stood is stuck: it stays no more
+        if not self._work.cell.spec.keep or rank.packing:
             rank.leave()
         elif said.answer is not None:
             rank.tell(RankRequest(what="taken"))
@@ -280,11 +278,8 @@ class RankJob(Job):
         self.stays = True
         self._agent.kept.keep(staying, self._store, self._staging.leave_to_ranks())
         self._store = None
-        self.processes, kept, self.ranks = (
-            [],
-            tuple(rank.kept for rank in self.ranks if rank.kept),
-            [],
-        )
+        kept = tuple(rank.kept for rank in self.ranks if rank.kept)
+        self.processes, self.ranks = [], []
         return kept
 
     def _dismiss(self) -> None:

@@ -162,10 +162,8 @@ class Spares:
         assert self._preparation is not None
         try:
             spare = RankProcess(self._preparation)
-        except (
-            OSError,
-            EOFError,
-        ):  # no process, no descriptor: the next run will say so if it lasts
+        except (OSError, EOFError):
+            # no process, no descriptor: the next run will say so if it lasts
             self._wanted = 0
             return
         self._waiting.append(spare)

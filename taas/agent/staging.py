@@ -49,7 +49,10 @@ def environment(
 
 
 def _empty_folder(wanted: Path) -> Path:
-    """Return a folder for a job: the one of earlier jobs of its number, if that is empty."""
+    """Return a folder for a job: the one of earlier jobs of its number, if that is empty.
+
+    Spares stand in it, in the copy of the project, which may be there.
+    """
     wanted.mkdir(mode=0o700, exist_ok=True)
     left = [path for path in wanted.rglob("*") if path != wanted / _COPY]
     return Path(tempfile.mkdtemp(prefix="job-", dir=wanted.parent)) if left else wanted
@@ -78,11 +81,8 @@ class Staging:
         self._order = order
         self._root: Path | None = None
         self._stays = False
-        self._environ, self._output, self._scratch = (
-            order.workspace.environ,
-            order.output,
-            order.scratch,
-        )
+        self._environ = order.workspace.environ
+        self._output, self._scratch = order.output, order.scratch
         self._payload = Incoming(order.payload)
         if config.remote:
             root = before.root if before is not None else None
@@ -119,12 +119,12 @@ class Staging:
 
     def take(self, chunk: Chunk) -> None:
         """Take in what the supervisor sends; where it cannot be kept, an OSError says what."""
-        names = (
-            "the cell's names"
-            if isinstance(self._order.work, RankOrder)
-            else "the registered loaders"
-        )
-        what = names if chunk.of == "payload" else "the project"
+        if chunk.of != "payload":
+            what = "the project"
+        elif isinstance(self._order.work, RankOrder):
+            what = "the cell's names"
+        else:
+            what = "the registered loaders"
         try:
             (self._payload if chunk.of == "payload" else self.project).take(chunk)
         except (OSError, Unreadable) as error:
@@ -241,7 +241,10 @@ class ProjectArrival:
 
 
 def _sees_disk(order: StartJob) -> bool:
-    """Whether this VM sees the notebook's disk: a file with the order's token proves it."""
+    """Whether this VM sees the notebook's disk: a file with the order's token proves it.
+
+    Names, sizes and times of files do not: a VM may have a copy of that disk.
+    """
     with contextlib.suppress(OSError):
         return bool(order.token) and Path(order.token_path).read_bytes() == order.token
     return False
@@ -312,12 +315,8 @@ class ProjectChanges:
         arrival: ProjectArrival,
         ended: Callable[[], bool],
     ) -> None:
-        self._order, self._scratch, self._arrival, self._ended = (
-            order,
-            staged.scratch,
-            arrival,
-            ended,
-        )
+        self._order, self._scratch = order, staged.scratch
+        self._arrival, self._ended = arrival, ended
         shared = shared_places(home, order.cell.spec.shared)
         own = order.first_rank == 0
         sends = arrival.copy is not None and (own or shared)

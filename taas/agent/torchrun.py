@@ -98,9 +98,8 @@ class RunStore:
         if wanted.host == LOOPBACK:
             self._folder = tempfile.mkdtemp(prefix="store-", dir=scratch)
             self._reserved = socket.socket()
-            self._reserved.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # a TCPStore sets it, too
+            # a TCPStore sets it, too
+            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._reserved.bind((wanted.host, 0))
             port = self._reserved.getsockname()[1]
         else:

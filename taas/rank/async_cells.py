@@ -25,9 +25,8 @@ class _CellInterrupted(asyncio.CancelledError, KeyboardInterrupt):
     """What an interrupt raises where the cell awaits."""
 
 
-_CellInterrupted.__name__ = _CellInterrupted.__qualname__ = (
-    KeyboardInterrupt.__name__
-)  # for whoever reads it
+# its readers know an interrupt by this name
+_CellInterrupted.__name__ = _CellInterrupted.__qualname__ = KeyboardInterrupt.__name__
 
 
 class _Cell(Coroutine[Any, Any, Any]):
@@ -85,10 +84,8 @@ def _interrupts_cancel(cell: _Cell, loop: asyncio.AbstractEventLoop) -> Iterator
     """Let SIGINT interrupt the cell while the loop runs; a handler that somebody has set stays."""
 
     def interrupt(number: int, frame: object) -> None:
-        if (
-            asyncio.current_task(loop) is not None
-        ):  # Python code of the cell runs: it is raised there
-            raise KeyboardInterrupt
+        if asyncio.current_task(loop) is not None:
+            raise KeyboardInterrupt  # in Python code of the cell, which runs
         cell.interrupt()
         loop.call_soon_threadsafe(lambda: None)  # the loop may wait in the system, and looks again
 

@@ -69,9 +69,8 @@ def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[Rank
         try:  # from now on it may be interrupted
             link.send(RankStage(stage="begun", rank=start.rank))
             ended, value = _run_code(start, rank, link)
-        except (
-            KeyboardInterrupt
-        ) as error:  # it came before the cell's first line, or after its last
+        except KeyboardInterrupt as error:
+            # it came before the cell's first line, or after its last
             ended = failed(start.rank, error)
         link.end_cell()
     except KeyboardInterrupt:  # it came when the end was known
@@ -93,18 +92,15 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
         value = capture.NOTHING if result.result is None else result.result
         return RankEnded(rank=start.rank, outcome="done", at=time.time()), value
     if not isinstance(error, Exception):
-        return (
-            failed(start.rank, error, lines if isinstance(error, KeyboardInterrupt) else ()),
-            None,
-        )
+        shown = lines if isinstance(error, KeyboardInterrupt) else ()
+        return failed(start.rank, error, shown), None
     lines = lines or "".join(traceback.format_exception_only(error)).splitlines()
     if start.order.cell.spec.post_mortem and not isinstance(error, BdbQuit):
         print("\n".join(lines))  # noqa: T201  the cell shows it
         pdb.post_mortem(error.__traceback__)
     ended = failed(start.rank, error, lines, _reason(error, rank))
-    if link.broken_off and isinstance(
-        error, RuntimeError
-    ):  # torch's of a collective that was broken off
+    # torch raises a RuntimeError for a collective that was broken off
+    if link.broken_off and isinstance(error, RuntimeError):
         ended = msgspec.structs.replace(ended, outcome="interrupted")
     return ended, None
 

@@ -86,9 +86,8 @@ class _Orders:
                 self._take_or_leave(self._ahead, start)
             try:
                 ended = self._be(start, payload)
-            except (
-                OSError
-            ) as error:  # its output file cannot be made, or not even its last word be sent
+            except OSError as error:
+                # its output file cannot be made, or not even its last word be sent
                 ended = failed(start.rank, error, lines_of(error), no_room(error) or None)
                 self._link.send(ended)
                 break
