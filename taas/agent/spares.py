@@ -164,7 +164,7 @@ class Spares:
             spare = RankProcess(self._preparation)
         except (OSError, EOFError):
             # no process, no descriptor: the next run will say so if it lasts
-            self._wanted = 0
+            self._wanted, self._ahead = 0, {}
             return
         self._waiting.append(spare)
         self._from = time.monotonic() + deadlines.SPARES_APART
