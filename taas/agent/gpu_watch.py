@@ -103,7 +103,10 @@ def _use(nvml: Any, handles: Sequence[Any], pid: int) -> GpuUse:
 
 
 def _held(nvml: Any, handle: Any, pid: int) -> int:
-    """Return the bytes that a process holds, if the driver knows it by this process id."""
+    """Return the bytes that a process holds, if the driver knows it by this process id.
+
+    In a container it may know it by another one; then what all processes hold is returned.
+    """
     with contextlib.suppress(nvml.NVMLError):
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
             if process.pid == pid and process.usedGpuMemory is not None:

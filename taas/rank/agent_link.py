@@ -348,7 +348,10 @@ class Keyboard:
 
 
 class _Sleep:
-    """How long the main thread has slept since this was made; ``told``: the agent knows."""
+    """How long the main thread has slept since this was made.
+
+    ``told``: the agent knows that it is at work.
+    """
 
     def __init__(self) -> None:
         self._began = self._since = time.monotonic()
@@ -374,11 +377,10 @@ def _main_thread() -> tuple[str, float]:
     Where no file can be opened any more, it is taken to sleep.
     """
     try:
-        fields = (
-            Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()
-        )
+        stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes()
     except OSError:
         return "S", 0.0
+    fields = stat.rpartition(b")")[2].split()
     return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -51,7 +51,7 @@ def tie_to_agent() -> None:
 
 
 def signal_at_end(pipe: int, owner: int, number: signal.Signals) -> None:
-    """Let the system signal a process, or a session (minus its leader), at a pipe's end-of-file."""
+    """Let the system signal a process at a pipe's end-of-file; ``-owner``: its process group."""
     fcntl.fcntl(pipe, _F_SETOWN, owner)
     fcntl.fcntl(pipe, _F_SETSIG, number)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)

@@ -113,7 +113,7 @@ class RankShell(InteractiveShell):
         raise SystemExit(0)
 
     def atexit_operations(self) -> None:
-        """Leave the names as they are: clearing them takes longer than the start."""
+        """Leave the names as they are: a full garbage collection takes longer than the start."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         """Make the traceback of an error.
