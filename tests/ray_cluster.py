@@ -288,18 +288,18 @@ class RayCluster:
 
     # ------------------------------------------------------------ a notebook beside the head
 
-    def notebook(self, folder: Path) -> Notebook:
-        """Start a kernel on the head's node, with the cluster's token; the caller closes it."""
+    def notebook(self, folder: Path, environ: Mapping[str, str] | None = None) -> Notebook:
+        """Start a kernel on the head's node; the caller closes it.
+
+        Without an ``environ`` of its own it has the cluster's token.
+        """
         self._notebooks += 1
         manager = KernelThere(
             kernel_name="python3", transport="ipc", ip=str(self.folder / f"k{self._notebooks}")
         )
         manager.there, manager.project = self.head, folder
-        return Notebook(
-            folder,
-            manager,
-            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.environ["RAY_AUTH_TOKEN"]},
-        )
+        with_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.environ["RAY_AUTH_TOKEN"]}
+        return Notebook(folder, manager, environ or with_token)
 
 
 class KernelThere(KernelManager):

@@ -156,6 +156,29 @@ def test_what_the_cluster_lacks_is_said(cluster: RayCluster, book: Notebook) -> 
     assert "0 like that" in ran.evalue
 
 
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+    ],
+    ids=["none", "another"],
+)
+def test_a_notebook_without_the_clusters_token_is_told_so(
+    cluster: RayCluster, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """The message has Ray's cause, which Ray's own outermost error hides, and what to set."""
+    book = cluster.notebook(tmp_path, environ)
+    try:
+        book.good(f"import taas\n%taas engine ray {cluster.address}")
+        ran = book.run(_FINE, 240)
+        assert ran.ename == "EngineError", ran
+        assert "uthentication token" in ran.evalue, ran.evalue
+        assert "Start Jupyter with RAY_AUTH_MODE=token" in ran.evalue, ran.evalue
+    finally:
+        book.close()
+
+
 # ---------------------------------------------------------------- VMs that stay
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from taas import versions
+from taas.delivery.failures import chain_of
 from taas.engines import AgentConfig, Demand, ray_vm
 from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, VmReport
 from taas.engines.ray import bundle, count_fitting, what_is_missing
@@ -45,6 +47,12 @@ _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _NEVER = (
     "no available node types of Ray's autoscaler, within its limits, can fulfill the placement"
     " group"
+)
+_OF_TOKEN = re.compile(r"auth\w* ?token|authorization header", re.IGNORECASE)
+"""What Ray's errors say if a cluster has a token, and this process has none or another one."""
+_SET_IT = (
+    "Start Jupyter with RAY_AUTH_MODE=token, and with the cluster's token in RAY_AUTH_TOKEN, or in"
+    " the file that RAY_AUTH_TOKEN_PATH names"
 )
 
 
@@ -366,6 +374,21 @@ def _connect(address: str, patience: float) -> str:
             time.sleep(_PAUSE_SECONDS)
 
 
+def _why_not(error: Exception) -> ClusterReport:
+    """Return the report of an error that kept this process from connecting.
+
+    Ray's own error may say no more than where the cluster is; the first of the errors that led to
+    it says why.
+    """
+    first, *later = reversed([one for one, _ in chain_of(error)])
+    for one in (first, *later):
+        if _OF_TOKEN.search(str(one)):
+            fact = first_line(one).rstrip(".")
+            return ClusterReport(why_not=f"{fact}. {_SET_IT}", advised=True)
+    cause = f": {first_line(first)}" if later else ""
+    return ClusterReport(why_not=f"{first_line(error)}{cause}")
+
+
 def _watch_head(driver: Driver, head: Any) -> None:
     """End this process when the head is lost.
 
@@ -409,7 +432,7 @@ def main() -> None:
         report(ClusterReport(why_not=str(error), advised=True))
         return
     except Exception as error:
-        report(ClusterReport(why_not=first_line(error)))
+        report(_why_not(error))
         return
     driver = Driver(report)
     threading.Thread(target=_watch_head, args=(driver, head), daemon=True).start()
