@@ -23,7 +23,7 @@ from taas.capture.environment import changed_variables, is_utf8, sendable_variab
 from taas.capture.setup_cells import setup_cells
 from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import registered
-from taas.delivery.registered import apply_final, delivering, loaders_in_use
+from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use
 from taas.engines import EngineChoice
 from taas.engines.chosen import check_installed, chosen
 from taas.engines.gpus import check_devices, device_in_words, physical, visible_gpus
@@ -41,7 +41,7 @@ from taas.runs.places import check_room
 from taas.runs.reader import finish
 from taas.runs.records import RunRecord
 from taas.storage.boundary import make_shared, missing_shared
-from taas.wire.clients import DeliveryOrder, Submit
+from taas.wire.clients import DeliveryOrder, RunState, Submit
 from taas.wire.framing import Memory
 from taas.wire.ranks import AtImport, Cell, Workspace
 
@@ -111,17 +111,11 @@ def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunR
 def _launch(
     spec: RunSpec, cell: str, shell: Any, left: KeptRun | None, *, queue: bool
 ) -> RunRecord | None:
-    global _kept
     project = project_folder() if left is None else Path(left.record.project)
     missing_shared(project, spec.shared)
     engine = chosen(project)
     local = engine.kind == "local"
-    check_installed(engine)
-    check_room(spec.world_size, local=local)
-    if local:
-        check_devices(spec, visible_gpus())
-    if local and left is None:
-        check_memory(spec.world_size)
+    _check_machine(spec, engine, new_ranks=left is None)
     known = registered(shell.user_ns)
     loaders = known if spec.data_vms else []
     names = partial(
@@ -151,25 +145,56 @@ def _launch(
         submit = ordered(spec, cell, shell, engine, captured, delivery, left, project)
         submit = msgspec.structs.replace(submit, queue=queue)
         say(*make_shared(project, spec.shared))
-        with Interrupts() as interrupts:
-            supervisor = supervised(warm=local)
-            if spec.background:
-                record = start_background(supervisor, submit, interrupts)
-                notify_at_end(record, shell)
-                if spec.returned != ():  # else nothing will change in the notebook
-                    pending.hold(record, captured, loaders)
-                return record
-            if spec.keep:
-                # From now on the cell changes the ranks' names. Until here an interrupt leaves what
-                # is known of them as it was.
-                _kept = None
-            ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
-        if spec.keep:
-            _kept = KeptRun(ended.record, captured.kept()) if ended.record.kept_ranks else None
-            say(*(_kept.names.notices if _kept else ()))
+        if spec.background:
+            return _run_in_background(submit, captured, loaders, shell)
+        ended = _run_in_front(submit, captured, shell)
         apply_final(ended.loaders, loaders)
     finish(ended.record)
     return None
+
+
+def _check_machine(spec: RunSpec, engine: EngineChoice, *, new_ranks: bool) -> None:
+    """Raise an EngineError if this machine lacks what a run needs, before names are captured.
+
+    ``new_ranks``: the run has none that were kept for it, and so needs memory for them.
+    """
+    local = engine.kind == "local"
+    check_installed(engine)
+    check_room(spec.world_size, local=local)
+    if local:
+        check_devices(spec, visible_gpus())
+    if local and new_ranks:
+        check_memory(spec.world_size)
+
+
+def _run_in_background(
+    submit: Submit, captured: Capture, loaders: list[Registration], shell: Any
+) -> RunRecord:
+    """Start a run that goes on by itself, and hold what it was given until it is attached."""
+    with Interrupts() as interrupts:
+        supervisor = supervised(warm=submit.engine.kind == "local")
+        record = start_background(supervisor, submit, interrupts)
+        notify_at_end(record, shell)
+        if submit.cell.spec.returned != ():  # else nothing will change in the notebook
+            pending.hold(record, captured, loaders)
+        return record
+
+
+def _run_in_front(submit: Submit, captured: Capture, shell: Any) -> RunState:
+    """Run a cell to its end, and note which ranks stay after it, with what they hold."""
+    global _kept
+    keep = submit.cell.spec.keep
+    with Interrupts() as interrupts:
+        supervisor = supervised(warm=submit.engine.kind == "local")
+        if keep:
+            # From now on the cell changes the ranks' names. Until here an interrupt leaves what
+            # is known of them as it was.
+            _kept = None
+        ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
+    if keep:
+        _kept = KeptRun(ended.record, captured.kept()) if ended.record.kept_ranks else None
+        say(*(_kept.names.notices if _kept else ()))
+    return ended
 
 
 def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
