@@ -111,10 +111,11 @@ class TaasMagics(Magics):
         if line.strip():
             twice = "%%taas with options above #!TYPE or #pragma taas: leave one of the two out"
             header = replace(parse_magic_line(line), problem=None if header is None else twice)
-        header, cell = (
-            header or parse_magic_line(line),
-            cell if header and not header.magic else "\n" + cell,
-        )
+        if header is None or header.magic:
+            cell = (
+                "\n" + cell
+            )  # the magic's own line, so that the lines below it keep their numbers
+        header = header or parse_magic_line(line)
         try:
             run: RunHandle | None = _frontend().run_cell(header, cell, self.shell)
         except HeaderError as error:

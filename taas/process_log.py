@@ -68,9 +68,8 @@ def how_it_broke(supervisor: int) -> str:
         text = log_file(supervisor).read_bytes()[-_LARGEST:].decode(errors="replace")
     except OSError:
         return ""
-    text = text.rpartition(f"process {supervisor} on ")[
-        2
-    ]  # an earlier process may have had this id
+    # an earlier process may have had this id, and the same file
+    text = text.rpartition(f"process {supervisor} on ")[2]
     _, broke, rest = text.rpartition(f"{BROKE_DOWN}\n")
     traceback = (
         re.split(r"^\d{4}-\d\d-\d\d ", rest, maxsplit=1, flags=re.MULTILINE)[0] if broke else ""

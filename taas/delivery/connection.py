@@ -267,7 +267,7 @@ class DeliveryConnection:
         return step * self.config.ranks + self._rank
 
     def close(self, plan: int, consumed: int, asked: int) -> None:
-        """Drop what has arrived of a plan, after ``asked`` steps.
+        """Drop what has arrived of a plan, whose loop has asked for ``asked`` steps.
 
         Any thread may call it at any moment, since a garbage collection may.
         """

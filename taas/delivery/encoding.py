@@ -193,16 +193,8 @@ class _Encoder(pickle.Pickler):
         source = tensor if order is None else tensor.permute(order)
         if self.fits and nbytes:
             self._region.tensor(offset, tensor.dtype, tuple(source.shape)).copy_(source)
-        return _tensor, (
-            (offset, code, shape)
-            if order is None
-            else (
-                offset,
-                code,
-                shape,
-                tensor.stride(),
-            )
-        )
+        strides = () if order is None else (tensor.stride(),)
+        return _tensor, (offset, code, shape, *strides)
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         fortran = array.flags.f_contiguous and not array.flags.c_contiguous

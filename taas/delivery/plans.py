@@ -121,11 +121,8 @@ class LoaderBook:
         begun = [plan for plan in self.plans.values() if plan.begun]
         if begun:
             plan = min(begun, key=lambda plan: plan.iteration)
-            iteration, taken, step = (
-                plan.iteration,
-                self.rows_closed,
-                min(view.asked for view in plan.ranks),
-            )
+            iteration, taken = plan.iteration, self.rows_closed
+            step = min(view.asked for view in plan.ranks)
             over = plan.ended and step >= plan.rows
         else:
             iteration, taken, over = self.last_begun[0], self.rows_before, True

@@ -1,6 +1,6 @@
 """Which engine the next runs of this kernel use.
 
-The first one counts of ``%taas engine``, TAAS_ENGINE and ``taas.toml``.
+``%taas engine`` comes before TAAS_ENGINE, and that before ``taas.toml``.
 """
 
 from __future__ import annotations

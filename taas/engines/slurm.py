@@ -266,10 +266,10 @@ def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
 
 def read_queue(said: str) -> dict[str, Standing]:
     """Read what ``squeue`` printed: how jobs stand, by their numbers."""
-    columns = _FORMAT.count("|")
-    rows = [line.replace("(null)", "").split("|", columns) for line in said.splitlines()]
+    bars = _FORMAT.count("|")
+    rows = [line.replace("(null)", "").split("|", bars) for line in said.splitlines()]
     # a shorter row is the second line of a job's comment, which may have several
-    whole = [row for row in rows if len(row) == columns + 1]
+    whole = [row for row in rows if len(row) == bars + 1]
     return {job: Standing._make(standing) for job, *standing in whole}
 
 

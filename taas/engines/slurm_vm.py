@@ -28,12 +28,10 @@ _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 
 
 def _serve(config: AgentConfig, node: str) -> str:
-    """Run the agent to its end; return how it ended, unless taas or Slurm ended it.
+    """Run the agent to its end; return how it ended, or an empty text if taas or Slurm ended it.
 
-    In that case the job ends as well.
-
-    Otherwise the job would keep the node, with nothing on it, while a cell that starts again waits
-    for another one.
+    The job ends with an agent that has ended by itself. Otherwise it would keep the node, with
+    nothing on it, while a cell that starts again waits for another one.
     """
     demand, scratch = config.demand, make_short_folder()
     given = () if demand.rehearse else visible_gpus()[: demand.gpus]

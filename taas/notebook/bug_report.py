@@ -36,7 +36,7 @@ def write_report(record: RunRecord, findings: Iterable[Finding], folder: Path) -
     path = folder / f"taas-report-{record.name}.txt"
     text = "\n".join(_sections(record, findings))
     try:
-        home = os.path.expanduser("~")  # noqa: PTH111
+        home = os.path.expanduser("~")  # noqa: PTH111  unlike Path.home it never raises
         path.write_text(without_home(text, home), encoding="utf-8")
     except OSError as error:
         raise EngineError(

@@ -19,7 +19,7 @@ from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord
 
 _TOGETHER_SECONDS = 0.005
-"""After something was shown, output of this long is collected and shown together."""
+"""So long after something was shown, output is collected, and then shown together."""
 _LONGEST_BAR = 1000
 """Characters of a line that is written over; nobody looks at a longer one."""
 _MESSAGE_SECONDS = 0.2

@@ -241,8 +241,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
         chosen.read_choice(words, "taas engine", Catalog())
         raise HeaderError(
             "taas engine in a terminal changes nothing: type %taas engine in a notebook, or write"
-            " [engine] "
-            f'default = "{line.words[0]}" into taas.toml'
+            f' [engine] default = "{line.words[0]}" into taas.toml'
         )
     else:
         choice = chosen.choose(words)

@@ -202,10 +202,8 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     """
     global _fd, _folder
     _folder = folder
-    before, _fd = (
-        _fd,
-        os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600),
-    )
+    before = _fd
+    _fd = os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
     preface = Preface(threading.main_thread().ident or 0, cells)

@@ -84,9 +84,8 @@ def remove_folders_left(beside: Path) -> None:
     A supervisor that lives locks its own before it listens there.
     """
     for folder in beside.parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(
-            OSError
-        ):  # another user's, no folder, or removed by another process
+        # it is another user's, is no folder, or another process has removed it
+        with contextlib.suppress(OSError):
             _remove_if_left(folder)
 
 

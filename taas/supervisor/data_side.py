@@ -48,8 +48,8 @@ from taas.wire.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
 from taas.wire.clients import Submit
 
 _END_SECONDS = 5.0
-"""So long agents have to end data processes, before they are taken for stuck; who sends what they
-printed is not.
+"""So long agents have to end data processes before they count as stuck. An agent that still sends
+what these have printed has its time anew (:meth:`DataSide.postpone_end`).
 """
 
 

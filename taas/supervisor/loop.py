@@ -323,9 +323,8 @@ class Supervisor:
             if run.data is not None and run.settled and not run.data.closed:
                 self._sources.off(run.data.fileno())
                 run.data.close()
-            if (
-                run.finished and not self._worker.pending
-            ):  # also what lost agents have left has ended
+            # with no work pending, what lost agents have left has ended, too
+            if run.finished and not self._worker.pending:
                 run.settle(self._conclude)
 
     def _conclude(self, run: Run) -> None:

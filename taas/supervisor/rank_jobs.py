@@ -373,9 +373,8 @@ class Findings:
 
     def _waited_for(self, first: RankEnded, undone: list[RankEnded]) -> list[RankEnded]:
         """Return the ranks that failed only because the first one was missing in a collective."""
-        if failed_in_collective(
-            first
-        ):  # it waited itself: nobody can be told to have waited for it
+        # it waited itself, so that no rank can be said to have waited for it
+        if failed_in_collective(first):
             return []
         return [
             ended

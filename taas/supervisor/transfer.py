@@ -207,12 +207,8 @@ class ProjectSync:
         known: Mapping[bytes, FileState] | None = None,
     ) -> None:
         self._known = known or {}
-        self._run, self._project, self._scratch, self._width = (
-            run,
-            project,
-            scratch,
-            spec.ranks_per_vm,
-        )
+        self._run, self._project, self._scratch = run, project, scratch
+        self._width = spec.ranks_per_vm
         self._shared = shared_places(project, spec.shared)
         self._token: Any = None
         self._archive: archive.Archive | None = None

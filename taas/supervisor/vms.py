@@ -60,13 +60,8 @@ class Vm:
         remote: bool,
         data: bool = False,
     ) -> None:
-        self.machine, self.key, self.demand, self.remote, self.data = (
-            machine,
-            key,
-            demand,
-            remote,
-            data,
-        )
+        self.machine, self.key, self.demand = machine, key, demand
+        self.remote, self.data = remote, data
         self.up = self.unfit = self.gone = False
         self.host = self.place = ""
         self._own_gpus: tuple[str, ...] = ()
