@@ -23,12 +23,8 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 # (operation, skip if so, skip if not, operand)
 PROGRAM = (
     (_LOAD, 0, 0, _NUMBER),
-    (
-        _IF_EQUAL,
-        6,
-        0,
-        _CLONE3,
-    ),  # its flags lie in memory, which a filter cannot read: libc then calls clone
+    # its flags lie in memory, which a filter cannot read: libc then calls clone
+    (_IF_EQUAL, 6, 0, _CLONE3),
     (_IF_EQUAL, 1, 0, _UNSHARE),
     (_IF_EQUAL, 0, 2, _CLONE),
     (_LOAD, 0, 0, _FIRST_ARGUMENT),

@@ -139,9 +139,8 @@ def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
         return result
 
     for _ in range(rounds):
-        namespace = _namespace(
-            setup
-        )  # the last round's classes are the rank's by now, which is this process
+        # the last round's classes are the rank's by now, which is this process
+        namespace = _namespace(setup)
         captured = note("capture", lambda n=namespace: capture(cell, n, None, project=Path.cwd()))
         rank = types.ModuleType("__main__").__dict__
         arrival = note("arrive", lambda c=captured, r=rank: arrive(c.fd, r, device=None))

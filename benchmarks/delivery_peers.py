@@ -53,9 +53,8 @@ def in_child(measure: Callable[[], Any]) -> Any:
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        torch.set_num_threads(
-            1
-        )  # an OpenMP pool of the parent's is not there after a fork; asked, it hangs
+        # an OpenMP pool of the parent's is not there after a fork; asked, it hangs
+        torch.set_num_threads(1)
         with os.fdopen(writer, "wb") as file:
             file.write(pickle.dumps(measure()))
         os._exit(0)

@@ -47,9 +47,8 @@ def write(root: str | Path) -> Path:
 def _digits() -> tuple[np.ndarray, np.ndarray]:
     """Images, uint8 of shape (1797, 28, 28), and labels, uint8 of shape (1797,)."""
     bundle = load_digits()
-    small = torch.from_numpy(bundle.images).float().unsqueeze(1) * (
-        255 / 16
-    )  # grey levels are 0 … 16
+    # grey levels are 0 … 16
+    small = torch.from_numpy(bundle.images).float().unsqueeze(1) * (255 / 16)
     large = torch.nn.functional.interpolate(
         small, size=(20, 20), mode="bilinear", align_corners=False
     )

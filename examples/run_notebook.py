@@ -80,9 +80,8 @@ def run(path: Path, out: Path, timeout: float | None) -> bool:
     try:
         client.execute()
     except (CellExecutionError, DeadKernelError, TimeoutError) as failure:
-        if not isinstance(
-            failure, CellExecutionError
-        ):  # its traceback has been printed as an output
+        # the traceback of a failed cell has been printed as an output
+        if not isinstance(failure, CellExecutionError):
             print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
         return False
     else:

@@ -288,9 +288,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @contextlib.contextmanager
 def _one_kernel() -> Iterator[None]:
     """The kernel of all modules that want a notebook, while they follow each other."""
-    where = Path(
-        tempfile.gettempdir()
-    )  # asked now: the suite's own is no longer set when its last test is over
+    # asked now: the suite's own folder is no longer set when its last test is over
+    where = Path(tempfile.gettempdir())
     folders = set(where.glob("taas-*"))
     with leaves_nothing("the notebook"):
         book = Notebook(Path(tempfile.mkdtemp(prefix="first")))

@@ -66,9 +66,8 @@ class Child:
 
     def __init__(self, main: Callable[[Any], None], config: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # this process's threads: the child uses none
+            # the warning is about this process's threads: the child uses none
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
             try:

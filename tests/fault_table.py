@@ -193,9 +193,8 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = itertools.count()
-        self._place = self._signs = Path(
-            f"{folder}-signs"
-        )  # outside the project, where all ranks may write
+        # outside the project, where all ranks may write
+        self._place = self._signs = Path(f"{folder}-signs")
         self._state = ""
         self._starved: list[tuple[psutil.Process, tuple[int, int]]] = []
         self._open()

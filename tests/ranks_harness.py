@@ -198,9 +198,8 @@ def _rank(
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # as a rank has it, which is forked as these are
+    # as a rank has it, which is forked as these are
+    multiprocessing.set_start_method("fork", force=True)
     local = int(environment["LOCAL_WORLD_SIZE"])
     outcome = Outcome()
     if devices:

@@ -53,9 +53,8 @@ class AutoscaledCluster:
     """
 
     def __enter__(self) -> AutoscaledCluster:
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="ras", dir="/tmp")
-        )  # short: Ray's sockets are below it
+        # short: Ray's sockets are below it
+        self.folder = Path(tempfile.mkdtemp(prefix="ras", dir="/tmp"))
         port = _free_port()
         self.address = f"127.0.0.1:{port}"
         self.environ = {
@@ -92,9 +91,8 @@ class AutoscaledCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        prefer(
-            self._head.pid, -15
-        )  # the 30 s that Ray gives itself are too short on a loaded machine
+        # the 30 s that Ray gives itself are too short on a loaded machine
+        prefer(self._head.pid, -15)
         until(
             lambda: "Ray runtime started" in self._log.read_text() or self._head.poll() is not None
         )
@@ -172,6 +170,5 @@ class AutoscaledCluster:
         # nodes are in its group; upon SIGTERM it takes more than 20 s
         os.killpg(self._head.pid, signal.SIGKILL)
         self._head.wait(20)
-        subprocess.run(
-            ["rm", "-rf", str(self.folder)], check=True
-        )  # the nodes, too, remove what is theirs
+        # the nodes, too, remove what is theirs
+        subprocess.run(["rm", "-rf", str(self.folder)], check=True)

@@ -110,9 +110,8 @@ class Node:
         for _ in range(_TRIES):
             self.kill()
             self._ray = self._start_ray()
-            prefer(
-                self._ray.pid, -15
-            )  # the 30 s that Ray gives itself are too short on a loaded machine
+            # the 30 s that Ray gives itself are too short on a loaded machine
+            prefer(self._ray.pid, -15)
             up = _line(self._ray, _START_SECONDS) == "up"
             prefer(self._ray.pid, 0)
             if up:

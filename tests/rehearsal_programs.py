@@ -394,9 +394,8 @@ def libraries_without_a_gpu_are_refused_by_name():
     from torch.utils import _triton
 
     assert _triton.has_triton() is False
-    installed = Path(
-        tempfile.mkdtemp()
-    )  # what these two are, where the machine of the tests has them or not
+    # what these two are, where the machine of the tests has them or not
+    installed = Path(tempfile.mkdtemp())
     (installed / "cupy.py").write_text("")
     (installed / "pynvml.py").write_text(
         """

@@ -108,11 +108,8 @@ def collectives_of_nccl_programs_work():
     dist.all_gather_into_tensor(whole, ours)
     assert whole.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
     rows = torch.full((3, 2), float(RANK), device="cuda")
-    for shape in (
-        (12,),
-        (6, 2),
-        (2, 3, 2),
-    ):  # NCCL counts elements; accelerate gathers into a flat tensor
+    # NCCL counts elements; accelerate gathers into a flat tensor
+    for shape in ((12,), (6, 2), (2, 3, 2)):
         gathered = torch.empty(shape, device="cuda")
         dist.all_gather_into_tensor(gathered, rows)
         assert gathered.flatten().tolist() == [0.0] * 6 + [1.0] * 6
@@ -188,9 +185,8 @@ def sync_batch_norm_is_batch_norm_over_all_ranks():
         if sizes[RANK]:
             assert torch.allclose(mine.grad, reference.grad.split(sizes)[RANK], atol=1e-9)
         for ours, theirs in ((synced.weight, plain.weight), (synced.bias, plain.bias)):
-            gradient = (
-                torch.zeros_like(ours) if ours.grad is None else ours.grad
-            )  # a rank without samples has none
+            # a rank without samples has none
+            gradient = torch.zeros_like(ours) if ours.grad is None else ours.grad
             dist.all_reduce(gradient)
             assert torch.allclose(gradient, theirs.grad, atol=1e-9)
         assert torch.allclose(synced.running_mean, plain.running_mean)

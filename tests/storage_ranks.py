@@ -110,9 +110,8 @@ def fork(body: Callable[[], Any]) -> tuple[int, int]:
     """Start a process that runs ``body``; give what this returns to ``join``."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # this process may have threads; the child execs nothing
+        # this process may have threads; the child execs nothing
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         os.close(read)

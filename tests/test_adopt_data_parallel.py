@@ -33,9 +33,8 @@ def _run_programs(names: list[str]) -> dict[str, Any]:
     for name in names:
         try:
             results[name] = [tensor.numpy() for tensor in _flat(PROGRAMS[name](nn.DataParallel))]
-        except (
-            Exception
-        ) as error:  # the others may wait for this rank now: no program after it counts
+        # the others may wait for this rank now: no program after it counts
+        except Exception as error:
             raise RuntimeError(f"program {name}") from error
     return results
 

@@ -109,9 +109,8 @@ def _dropout_and_noise():
     model = nn.DataParallel(mlp(nn.Dropout(0.5))).cuda()
     losses = []
     for _ in range(12):
-        x = torch.randn(
-            7, 6, device="cuda"
-        )  # drawn on the GPU, and so must be the same on every rank
+        # drawn on the GPU, and so must be the same on every rank
+        x = torch.randn(7, 6, device="cuda")
         loss = model(x).pow(2).mean()
         loss.backward()
         losses.append(loss.item())
@@ -185,9 +184,8 @@ def _waits_for_a_rank_that_does_not_come(debug):
     breaker.start()
     value = torch.ones(1, device="cuda")
     dist.all_reduce(value)
-    with contextlib.suppress(
-        RuntimeError
-    ):  # torch.AcceleratorError, or that the communicator was aborted
+    # torch.AcceleratorError, or that the communicator was aborted
+    with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
     breaker.join()
     return kinds

@@ -407,9 +407,8 @@ def test_what_a_run_was_given_is_let_go_when_nobody_attaches_it(tmp_path: Path) 
         assert "the objects that one was given are not held any more" in said
         assert book.value("mine_one, mine_one is first") == "['one', 'one'] False"
         book.good("pending._BYTES = max(p.captured.held_bytes for p in pending._pending.values())")
-        assert (
-            book.value("alive()") == "[False, False, True]"
-        )  # by the event at the end of that cell
+        # by the event at the end of that cell
+        assert book.value("alive()") == "[False, False, True]"
         book.good("%taas attach three")
         assert book.value("mine_three, mine_three is last") == "['three', 'three'] True"
         assert book.value("pending._pending, alive()") == "{} [False, False, False]"

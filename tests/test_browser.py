@@ -332,9 +332,8 @@ def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     rows = line.locator("details").first
     rows.locator("summary").first.click()
     rows.locator("tr", has_text="epoch 5").locator("summary").first.click()
-    sync_api.expect(rows.locator("pre").first).to_contain_text(
-        "epoch 8", timeout=_PATIENCE
-    )  # it stays open
+    # the row stays open
+    sync_api.expect(rows.locator("pre").first).to_contain_text("epoch 8", timeout=_PATIENCE)
     sync_api.expect(rows.locator("tr").last).to_contain_text(re.compile(r"1\s*running\s*\d+ %"))
     person.photograph("live-view")
     page.get_by_role("button", name="Interrupt the kernel").first.click()

@@ -170,10 +170,8 @@ ENDS = {
     "ends": ("", ""),
     "raises": ("if rank == 1: raise LookupError('here')", "CellFailed"),
     "is killed": ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", "CellFailed"),
-    "leaves": (
-        "if rank == 1: os._exit(255)",
-        "CellFailed",
-    ),  # multiprocessing's number for what it was not told
+    # multiprocessing's number for what it was not told
+    "leaves": ("if rank == 1: os._exit(255)", "CellFailed"),
 }
 
 

@@ -564,9 +564,8 @@ def test_memory_stays_within_the_slab() -> None:
         assert run.ranks(body) == [200]
         held = []
         for fd in Path(f"/proc/{run.coordinator.process.pid}/fd").iterdir():
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # it closes the ranks' connections meanwhile
+            # the coordinator closes the ranks' connections meanwhile
+            with contextlib.suppress(FileNotFoundError):
                 if "taas-slab" in str(fd.readlink()):
                     held.append(fd.stat().st_blocks * 512)
     assert len(held) == 1

@@ -495,9 +495,8 @@ def test_gpu_memory_is_free_between_kept_cells(notebook: Notebook) -> None:
             small = torch.ones(1, device='cuda')
         """)
     )
-    assert (
-        int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - 2 * GIB
-    )  # the rank's context stays
+    # the rank's context stays
+    assert int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - 2 * GIB
     notebook.good("%taas release\ndel small")
 
 

@@ -101,9 +101,8 @@ def test_more_ranks_than_there_is_memory_for() -> None:
 
 def test_syntax_errors_belong_to_the_notebook(notebook: Notebook) -> None:
     """A cell that does not compile starts nothing, and is shown as IPython shows any such cell."""
-    notebook.run(
-        "#pragma taas --nosuch\npass"
-    )  # after which older releases of IPython count on by two
+    # older releases of IPython count on by two after this
+    notebook.run("#pragma taas --nosuch\npass")
     for header in ("#pragma taas --gpus 2", "%%taas --gpus 2"):
         ran = notebook.run(f"{header}\nfor\n")
         assert ran.ename == "SyntaxError"

@@ -48,10 +48,8 @@ def test_rank_0_writes_itself(run: Run):
         Path("model.pt").write_text("weights")
         return [guard.mechanism, os.open is __import__("posix").open]
 
-    assert run.rank(body, rank=0) == [
-        "none (rank 0)",
-        False,
-    ]  # it finds other ranks' files (test_rank_saves)
+    # rank 0 finds other ranks' files (test_rank_saves)
+    assert run.rank(body, rank=0) == ["none (rank 0)", False]
     assert run.rank(body, rank=0, mode="deny") == ["none (rank 0)", True]
     assert (run.project / "model.pt").read_text() == "weights"
 

@@ -96,17 +96,15 @@ def test_a_file_system_with_another_clock_loses_nothing(
     before, during = project / "before", project / "during"
     before.write_text("as it was")
     here = time.time_ns
-    monkeypatch.setattr(
-        time, "time_ns", lambda: here() - ahead
-    )  # this machine's clock; the other one's is right
+    # this machine's clock is wrong; the other one's is right
+    monkeypatch.setattr(time, "time_ns", lambda: here() - ahead)
     since = make_writes(writes, str(project))
     tree = rank_storage.scratch_of(writes, 1) / "tree"
     tree.mkdir(parents=True)
     for name in ("before", "during"):
         (tree / name).write_text("rank 1's")
-    while (
-        not during.exists() or during.lstat().st_ctime_ns <= since
-    ):  # it ticks some hundred times a second
+    # the file system's clock ticks some hundred times a second
+    while not during.exists() or during.lstat().st_ctime_ns <= since:
         during.write_text("rank 0's")
     [said] = sort([writes], str(project), "fox")
     assert said.startswith("kept: before (1 file")
@@ -175,9 +173,8 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
     assert "1 file of elk recovered" in notebook.good("%taas recover").stdout
     (notebook.folder / "elk-1").write_text("edited")
     assert "elk-1 exists in the project" in notebook.run("%taas recover elk").stderr
-    notebook.good(
-        "#pragma taas --gpus 1\nimport os"
-    )  # the new supervisor removes what the old one left
+    # the new supervisor removes what the old one left
+    notebook.good("#pragma taas --gpus 1\nimport os")
 
 
 WORLD = 3

@@ -58,9 +58,8 @@ def test_seed_001_mnist_with_data_parallel(notebook: Notebook, mnist: Path) -> N
     training = training.replace("range(1, 10)", "range(1, 3)").replace(
         "batch_idx % 200", "batch_idx % 10"
     )
-    notebook.good(
-        code[2].replace("batch_idx % 200", "batch_idx % 10")
-    )  # the data set is small: print oftener
+    # the data set is small: print oftener
+    notebook.good(code[2].replace("batch_idx % 200", "batch_idx % 10"))
     ran = notebook.good(training, seconds=170)
     found = losses(ran)
     assert len(found) >= 4

@@ -86,9 +86,8 @@ def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(
     pids, of_spares = states(folder)
     assert pids == spares
     unfit = run_and_wait(notebook)
-    notebook.good(
-        seeds + "\nimport os; os.environ['EXTRA'] = '1'"
-    )  # another environment: none of these fits
+    # another environment: none of these fits
+    notebook.good(seeds + "\nimport os; os.environ['EXTRA'] = '1'")
     notebook.good("#pragma taas --gpus 2 --return none\n" + STATE)
     fresh, of_fresh = states(folder)
     assert not fresh & (spares | unfit)

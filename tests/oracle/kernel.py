@@ -67,9 +67,8 @@ def _look(notebook: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
 
 
 def _is_of_project(module: Any, project: str) -> bool:
-    return (getattr(module, "__file__", None) or "").rpartition("/")[
-        0
-    ] == project  # there are thousands
+    # there are thousands of modules
+    return (getattr(module, "__file__", None) or "").rpartition("/")[0] == project
 
 
 def _imported(cells: list[str]) -> dict[str, bool]:
@@ -111,9 +110,8 @@ class _Kernel:
         from ipykernel.inprocess.ipkernel import InProcessKernel
         from ipykernel.inprocess.manager import InProcessKernelManager
 
-        context = self._context = (
-            contextvars.copy_context()
-        )  # NumPy's and decimal's settings live there
+        # NumPy's and decimal's settings live there
+        context = self._context = contextvars.copy_context()
 
         class Kernel(InProcessKernel):
             async def dispatch_shell(self, *args: Any) -> None:
@@ -121,9 +119,8 @@ class _Kernel:
                 await loop.create_task(super().dispatch_shell(*args), context=context)
 
             async def do_execute(self, *args: Any, **options: Any) -> Any:
-                self.shell_channel_thread = types.SimpleNamespace(
-                    parent_thread=None
-                )  # an await asks for it
+                # an await asks for it
+                self.shell_channel_thread = types.SimpleNamespace(parent_thread=None)
                 try:
                     return await super().do_execute(*args, **options)
                 finally:
@@ -131,9 +128,8 @@ class _Kernel:
 
         from traitlets.config import Config
 
-        multiprocessing.set_start_method(
-            "fork", force=True
-        )  # as a kernel has it: its locks have no names
+        # as a kernel has it: its locks have no names
+        multiprocessing.set_start_method("fork", force=True)
         os.chdir(folder)
         os.environ |= {
             "OMP_NUM_THREADS": "1",

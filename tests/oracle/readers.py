@@ -423,10 +423,8 @@ READERS: list[tuple[Callable[[Any], bool], Callable[..., Read]]] = [
     (_kinds(functools._lru_cache_wrapper), _lru_cache),
     (_kinds(enum.Enum), _enum_member),
     (_kinds(BaseException), _exception),
-    (
-        _kinds(PurePath, re.Pattern, re.Match),
-        lambda d, n, v: ({"shown": repr(v)}, []),
-    ),  # they cache in slots
+    # paths and patterns cache in slots
+    (_kinds(PurePath, re.Pattern, re.Match), lambda d, n, v: ({"shown": repr(v)}, [])),
     (_kinds(weakref.ReferenceType), _weakref),
     (_kinds(logging.Logger), _logger),
     (_from("torch.optim", "Optimizer"), _optimizer),
