@@ -597,18 +597,8 @@ DRAWN = [
         cell=block("import seeds", NUMBERS),
         files=DRAWS,
     ),
-    row(
-        "in a function",
-        setup=block(LATE, SEED),
-        cell=block("late()", NUMBERS),
-        files=DRAWS,
-    ),
-    row(
-        "new to both",
-        setup=SEED,
-        cell=block("import noise, layer, seeds", NUMBERS),
-        files=DRAWS,
-    ),
+    row("in a function", setup=block(LATE, SEED), cell=block("late()", NUMBERS), files=DRAWS),
+    row("new to both", setup=SEED, cell=block("import noise, layer, seeds", NUMBERS), files=DRAWS),
     row(
         "reloaded",
         setup=block("import importlib, draws", SEED),

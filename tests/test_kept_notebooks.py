@@ -162,18 +162,10 @@ ROWS = [
         in_ranks(STEP),
         "w, opt.state",
     ),
-    kept(
-        "training goes on",
-        NET,
-        *[in_ranks(STEP)] * 4,
-        "w, opt.state_dict()",
-    ),
+    kept("training goes on", NET, *[in_ranks(STEP)] * 4, "w, opt.state_dict()"),
     kept(
         "training of a model that a cell made",
-        in_ranks(
-            NET,
-            STEP,
-        ),
+        in_ranks(NET, STEP),
         *[in_ranks(STEP)] * 3,
         "w, net(torch.ones(2))",
     ),
@@ -294,7 +286,7 @@ ROWS = [
             "helper.py": """
                 counter = gone = 0
                 items = []
-            """,
+            """
         },
     ),
     kept(
@@ -424,7 +416,7 @@ ROWS = [
 
                     def f(self):
                         return "f"
-            """,
+            """
         },
     ),
     kept(
@@ -520,7 +512,7 @@ ROWS = [
             "helper.py": """
                 counter = 0
                 seen = []
-            """,
+            """
         },
     ),
     kept(
@@ -555,23 +547,13 @@ ROWS = [
 
                     w.calls, w.log = 0, []
                     return w
-            """,
+            """
         },
     ),
     kept(
         "cells in turn with the notebook",
-        block(
-            NET,
-            "log = []",
-        ),
-        *[
-            in_ranks(
-                STEP,
-                "log.append(float(w.sum()))",
-            ),
-            'log.append("here")',
-        ]
-        * 4,
+        block(NET, "log = []"),
+        *[in_ranks(STEP, "log.append(float(w.sum()))"), 'log.append("here")'] * 4,
         "log",
     ),
 ]
@@ -625,13 +607,7 @@ ALONE = [
         "a, b, n",
         goes_on=True,
     ),
-    kept(
-        "values of cells",
-        in_ranks("[1, 2]"),
-        "_.append(3)",
-        in_ranks("v = _"),
-        "v",
-    ),
+    kept("values of cells", in_ranks("[1, 2]"), "_.append(3)", in_ranks("v = _"), "v"),
     kept(
         "names with dots",
         'globals()["0.w"] = [1]',

@@ -63,10 +63,7 @@ ALONE = [
     row(
         "annotated names",
         setup="n: int = 1",
-        cell=block(
-            "m: float = n / 2",
-            f"seen = sorted({NOTED})",
-        ),
+        cell=block("m: float = n / 2", f"seen = sorted({NOTED})"),
         check=NOTED,
     ),
     row(

@@ -58,11 +58,7 @@ ALONE = [
             z = f(n)
         """,
     ),
-    row(
-        "last expression",
-        setup="n = 3",
-        cell="[n, n + 1]",
-    ),
+    row("last expression", setup="n = 3", cell="[n, n + 1]"),
     row(
         "%run -i",
         setup="""
@@ -76,13 +72,11 @@ ALONE = [
                 a.append(b)
                 b = 5
                 c = [a]
-            """,
+            """
         },
     ),
     row(
-        "last value and names of it",
-        cell="[1, 2]",
-        check='_, _2 if "_2" in globals() else _1, Out',
+        "last value and names of it", cell="[1, 2]", check='_, _2 if "_2" in globals() else _1, Out'
     ),
     row(
         "error in %run",
@@ -96,7 +90,7 @@ ALONE = [
             "bad.py": """
                 print("begin")
                 1 / 0
-            """,
+            """
         },
         goes_on=True,
     ),

@@ -210,7 +210,7 @@ ALONE = [
             df["r"] = df.groupby("a")["n"].rank()
         """,
         check="df, k[0], k[1][0] is cat",
-    ),
+    )
 ]
 """Each has a notebook of its own."""
 

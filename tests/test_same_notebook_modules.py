@@ -51,7 +51,7 @@ ROWS = [
 
                 def double(x):
                     return 2 * x
-            """,
+            """
         },
     ),
     row(
@@ -99,7 +99,7 @@ ROWS = [
 
                 def lr():
                     return cfg["lr"]
-            """,
+            """
         },
     ),
     row(
@@ -111,9 +111,7 @@ ROWS = [
         """,
         cell="from helper import counter as r",
         check="r",
-        files={
-            "helper.py": "counter = 0",
-        },
+        files={"helper.py": "counter = 0"},
     ),
     row(
         "classes of the project's modules",
@@ -186,7 +184,7 @@ ROWS = [
                 def make():
                     Counted()
                     return Counted.count, Other.count
-            """,
+            """
         },
     ),
     row(
@@ -216,9 +214,7 @@ ROWS = [
                 helper.out.close(),
             )
         """,
-        files={
-            "helper.py": HELPER,
-        },
+        files={"helper.py": HELPER},
     ),
     row(
         "a module of the project that the cell imports",
@@ -228,9 +224,7 @@ ROWS = [
             helper.counter += n
         """,
         check="helper.counter, helper.lock.locked()",
-        files={
-            "helper.py": HELPER,
-        },
+        files={"helper.py": HELPER},
     ),
     row(
         "state of a module's wrapper",
@@ -262,7 +256,7 @@ ROWS = [
 
                     w.calls, w.log = 0, []
                     return w
-            """,
+            """
         },
     ),
     row(
@@ -301,7 +295,7 @@ ROWS = [
 
                 def f():
                     return N
-            """,
+            """
         },
     ),
     row(
@@ -342,7 +336,7 @@ ROWS = [
 
                 def f():
                     return 3
-            """,
+            """
         },
     ),
     row(
@@ -392,7 +386,7 @@ ROWS = [
             "helper.py": """
                 counter = 0
                 items = []
-            """,
+            """
         },
     ),
     row(
@@ -408,9 +402,7 @@ ROWS = [
             g = torch.manual_seed(2)
         """,
         check="helper.items[0] is n, helper.items[1] is t, g is torch.default_generator",
-        files={
-            "helper.py": "items = []",
-        },
+        files={"helper.py": "items = []"},
     ),
     row(
         "a module that the cell does not use",
@@ -424,7 +416,7 @@ ROWS = [
             "helper.py": """
                 counter = 0
                 items = []
-            """,
+            """
         },
     ),
     row(
@@ -445,7 +437,7 @@ ROWS = [
             "helper.py": """
                 counter = 0
                 items = []
-            """,
+            """
         },
     ),
     row(
@@ -481,7 +473,7 @@ ROWS = [
 
                 def run(x):
                     return f(x)
-            """,
+            """
         },
     ),
     row(
@@ -507,7 +499,7 @@ ROWS = [
 
                 def run(x):
                     return f(x)
-            """,
+            """
         },
     ),
 ]
@@ -542,9 +534,7 @@ CHANGED = row(
             hasattr(helper, "new"),
         )
     """,
-    files={
-        "helper.py": HELPER,
-    },
+    files={"helper.py": HELPER},
 )
 
 

@@ -126,10 +126,7 @@ ALONE = [
     ),
     row(
         "values of cells are the user's",
-        setup=(
-            "[5]",
-            '_1 = ["mine"]',
-        ),
+        setup=("[5]", '_1 = ["mine"]'),
         cell="""
             _1.append(Out[1])
             r = _1

@@ -515,10 +515,7 @@ ROWS = [
 ALONE = [
     row(
         "wrappers unwrapped",
-        setup=block(
-            NET,
-            "net = Net()",
-        ),
+        setup=block(NET, "net = Net()"),
         cell="""
             net0 = net
             net = nn.DataParallel(net)
@@ -532,7 +529,7 @@ ALONE = [
             m = m.module
             d["m"] = d["m"].module
         """,
-    ),
+    )
 ]
 """Each has a notebook of its own."""
 

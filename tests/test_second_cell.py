@@ -193,11 +193,7 @@ PLAIN_PROGRAMS = {
                 figures(epoch(net, opt, loader))
             """,
         ),
-        block(
-            TWO,
-            AGAIN,
-            "figures(epoch(net, opt, loader))",
-        ),
+        block(TWO, AGAIN, "figures(epoch(net, opt, loader))"),
     ],
     "an iterable dataset that knows its rank": [
         """
@@ -218,11 +214,7 @@ PLAIN_PROGRAMS = {
                 figures(epoch(net, opt, loader))
             """,
         ),
-        block(
-            TWO,
-            AGAIN,
-            "figures(epoch(net, opt, loader))",
-        ),
+        block(TWO, AGAIN, "figures(epoch(net, opt, loader))"),
     ],
     "arguments that note the rank": [
         """
@@ -237,11 +229,7 @@ PLAIN_PROGRAMS = {
                 figures(epoch(net, opt, [data[args.rank :: args.world_size]]))
             """,
         ),
-        block(
-            TWO,
-            AGAIN,
-            "figures(epoch(net, opt, [data[args.rank :: args.world_size]]))",
-        ),
+        block(TWO, AGAIN, "figures(epoch(net, opt, [data[args.rank :: args.world_size]]))"),
     ],
 }
 
@@ -524,57 +512,26 @@ LIBRARIES = {
                     loader = DataLoader(data, batch_size=2, shuffle=True)
                 """,
             ),
-            block(
-                TWO,
-                PREPARE,
-            ),
+            block(TWO, PREPARE),
             GO_ON,
         ],
     ),
     "a Trainer trains, trains on, evaluates": Library(
         packages=("transformers", "accelerate"),
-        cells=[
-            HUGGING_FACE,
-            block(
-                TWO,
-                MODEL,
-                TRAIN,
-            ),
-            block(
-                TWO,
-                TRAIN,
-            ),
-            block(
-                TWO,
-                EVALUATE,
-            ),
-        ],
+        cells=[HUGGING_FACE, block(TWO, MODEL, TRAIN), block(TWO, TRAIN), block(TWO, EVALUATE)],
     ),
     "a Trainer made one cell earlier": Library(
         packages=("transformers", "accelerate"),
         cells=[
-            block(
-                HUGGING_FACE,
-                MODEL,
-            ),
-            block(
-                TWO,
-                TRAIN,
-                "figures(args.world_size, args.process_index, args.should_save)",
-            ),
-            block(
-                TWO,
-                EVALUATE,
-            ),
+            block(HUGGING_FACE, MODEL),
+            block(TWO, TRAIN, "figures(args.world_size, args.process_index, args.should_save)"),
+            block(TWO, EVALUATE),
         ],
     ),
     "a Fabric": Library(
         packages=("lightning",),
         cells=[
-            block(
-                IMPORTS,
-                FABRIC,
-            ),
+            block(IMPORTS, FABRIC),
             block(
                 TWO,
                 """
@@ -595,32 +552,11 @@ LIBRARIES = {
     ),
     "skorch": Library(
         packages=("skorch", "accelerate"),
-        cells=[
-            block(
-                IMPORTS,
-                SKORCH,
-            ),
-            block(
-                TWO,
-                FIT.format(unwraps=True),
-            ),
-            FIT_ON,
-        ],
+        cells=[block(IMPORTS, SKORCH), block(TWO, FIT.format(unwraps=True)), FIT_ON],
     ),
     "skorch, wrapped for good": Library(
         packages=("skorch", "accelerate"),
-        cells=[
-            block(
-                IMPORTS,
-                SKORCH,
-            ),
-            block(
-                TWO,
-                FIT.format(unwraps=False),
-            ),
-            FIT_ON,
-            FIT_ON,
-        ],
+        cells=[block(IMPORTS, SKORCH), block(TWO, FIT.format(unwraps=False)), FIT_ON, FIT_ON],
     ),
 }
 
@@ -688,14 +624,7 @@ class Line(NamedTuple):
 
 LINES = {
     "a model under its name": Line(
-        earlier=[
-            MAKE,
-        ],
-        cell=block(
-            USE,
-            "net(x)",
-        ),
-        line="net " + WITHOUT,
+        earlier=[MAKE], cell=block(USE, "net(x)"), line="net " + WITHOUT
     ),
     "a model in a dict": Line(
         earlier=[
@@ -705,26 +634,14 @@ LINES = {
                     models = {"a": [net]}
                     del net
                 """,
-            ),
+            )
         ],
-        cell=block(
-            USE,
-            "models",
-        ),
+        cell=block(USE, "models"),
         line="models['a'][0] " + WITHOUT,
     ),
     "a model in an object of the notebook's": Line(
-        earlier=[
-            HOLDER,
-            block(
-                MAKE,
-                "mine = Trainer(nn.Linear(1, 1))",
-            ),
-        ],
-        cell=block(
-            USE,
-            "mine.step()",
-        ),
+        earlier=[HOLDER, block(MAKE, "mine = Trainer(nn.Linear(1, 1))")],
+        cell=block(USE, "mine.step()"),
         line="mine " + WITHOUT,
     ),
     "a model in a function": Line(
@@ -735,18 +652,13 @@ LINES = {
                     def again():
                         return net(x)
                 """,
-            ),
+            )
         ],
-        cell=block(
-            USE,
-            "again()",
-        ),
+        cell=block(USE, "again()"),
         line="net " + WITHOUT,
     ),
     "another module is wrapped": Line(
-        earlier=[
-            MAKE,
-        ],
+        earlier=[MAKE],
         cell=block(
             USE,
             """
@@ -757,12 +669,7 @@ LINES = {
         line="net " + WITHOUT,
     ),
     "another module of a list is wrapped": Line(
-        earlier=[
-            block(
-                MAKE,
-                "others = [nn.Linear(1, 1)]",
-            ),
-        ],
+        earlier=[block(MAKE, "others = [nn.Linear(1, 1)]")],
         cell=block(
             USE,
             """
@@ -774,9 +681,7 @@ LINES = {
         line="net " + WITHOUT,
     ),
     "wrapped by way of a list": Line(
-        earlier=[
-            MAKE,
-        ],
+        earlier=[MAKE],
         cell=block(
             USE,
             """
@@ -796,7 +701,7 @@ LINES = {
                     def own():
                         return net
                 """,
-            ),
+            )
         ],
         cell=block(
             USE,
@@ -808,12 +713,7 @@ LINES = {
         line="",
     ),
     "wrapped by what holds it": Line(
-        earlier=[
-            block(
-                MAKE,
-                'models = {"a": net}',
-            ),
-        ],
+        earlier=[block(MAKE, 'models = {"a": net}')],
         cell=block(
             USE,
             """
@@ -824,9 +724,7 @@ LINES = {
         line="",
     ),
     "wrapped again": Line(
-        earlier=[
-            MAKE,
-        ],
+        earlier=[MAKE],
         cell=block(
             USE,
             """
@@ -837,10 +735,7 @@ LINES = {
         line="",
     ),
     "wrapped by another name": Line(
-        earlier=[
-            "Parallel = DDP",
-            MAKE,
-        ],
+        earlier=["Parallel = DDP", MAKE],
         cell=block(
             USE,
             """
@@ -858,27 +753,14 @@ LINES = {
             """,
             MAKE,
         ],
-        cell=block(
-            USE,
-            "wrapped(net)(x)",
-        ),
+        cell=block(USE, "wrapped(net)(x)"),
         line="",
     ),
     "wrapped by a function of the project's": Line(
-        earlier=[
-            "import wrapping",
-            MAKE,
-        ],
-        cell=block(
-            USE,
-            "wrapping.wrapped(net)(x)",
-        ),
-        line="",
+        earlier=["import wrapping", MAKE], cell=block(USE, "wrapping.wrapped(net)(x)"), line=""
     ),
     "bound before it is read": Line(
-        earlier=[
-            MAKE,
-        ],
+        earlier=[MAKE],
         cell=block(
             USE,
             """
@@ -889,20 +771,10 @@ LINES = {
         line="",
     ),
     "another model under its name": Line(
-        earlier=[
-            MAKE,
-            "net = nn.Linear(1, 1)",
-        ],
-        cell=block(
-            USE,
-            "net(x)",
-        ),
-        line="",
+        earlier=[MAKE, "net = nn.Linear(1, 1)"], cell=block(USE, "net(x)"), line=""
     ),
     "one process": Line(
-        earlier=[
-            MAKE,
-        ],
+        earlier=[MAKE],
         cell="""
             #pragma taas --gpus 1
             net(x)
@@ -910,9 +782,7 @@ LINES = {
         line="",
     ),
     "a loader of fewer ranks": Line(
-        earlier=[
-            MAKE,
-        ],
+        earlier=[MAKE],
         cell=block(
             THREE,
             """
@@ -923,9 +793,7 @@ LINES = {
         line="loader is rank 0's share of 2, and this cell has 3 ranks: make it in this cell.",
     ),
     "a loader, and its sampler, in one process": Line(
-        earlier=[
-            MAKE,
-        ],
+        earlier=[MAKE],
         cell="""
             #pragma taas --gpus 1
             len(loader), len(sampler)
@@ -936,16 +804,8 @@ LINES = {
         ),
     ),
     "the rank": Line(
-        earlier=[
-            block(
-                MAKE,
-                "rank = dist.get_rank()",
-            ),
-        ],
-        cell=block(
-            USE,
-            "rank == 0",
-        ),
+        earlier=[block(MAKE, "rank = dist.get_rank()")],
+        cell=block(USE, "rank == 0"),
         line="rank: rank 0's, in every rank.",
     ),
     "a device, and what says who is the first": Line(
@@ -957,7 +817,7 @@ LINES = {
                     device = torch.device("cuda", rank)
                     first = rank == 0
                 """,
-            ),
+            )
         ],
         cell=block(
             USE,
@@ -979,26 +839,14 @@ LINES = {
                     device = Place.device
                     kind = torch.device
                 """,
-            ),
+            )
         ],
-        cell=block(
-            USE,
-            "print(device, kind)",
-        ),
+        cell=block(USE, "print(device, kind)"),
         line="device: rank 0's, in every rank.",
     ),
     "files that the rank chose": Line(
-        earlier=[
-            'files = [*"abcd"]',
-            block(
-                MAKE,
-                'mine = files[int(os.environ["RANK"]) :: 2]',
-            ),
-        ],
-        cell=block(
-            USE,
-            "print(mine)",
-        ),
+        earlier=['files = [*"abcd"]', block(MAKE, 'mine = files[int(os.environ["RANK"]) :: 2]')],
+        cell=block(USE, "print(mine)"),
         line="mine: rank 0's, in every rank.",
     ),
     "data that the rank chose": Line(
@@ -1006,35 +854,18 @@ LINES = {
             block(
                 MAKE,
                 "own = DataLoader(torch.utils.data.Subset(data, range(dist.get_rank(), 16, 2)))",
-            ),
+            )
         ],
-        cell=block(
-            USE,
-            "len(own)",
-        ),
+        cell=block(USE, "len(own)"),
         line="own: rank 0's, in every rank.",
     ),
     "a rank that the notebook has bound since": Line(
-        earlier=[
-            block(
-                MAKE,
-                "rank = dist.get_rank()",
-            ),
-            "rank = 0",
-        ],
-        cell=block(
-            USE,
-            "rank == 0",
-        ),
+        earlier=[block(MAKE, "rank = dist.get_rank()"), "rank = 0"],
+        cell=block(USE, "rank == 0"),
         line="",
     ),
     "a rank that the cell reads anew": Line(
-        earlier=[
-            block(
-                MAKE,
-                "rank = dist.get_rank()",
-            ),
-        ],
+        earlier=[block(MAKE, "rank = dist.get_rank()")],
         cell=block(
             USE,
             """
@@ -1055,12 +886,9 @@ LINES = {
                     rank = dist.get_rank()
                     losses = lossy(rank)
                 """,
-            ),
+            )
         ],
-        cell=block(
-            USE,
-            "losses",
-        ),
+        cell=block(USE, "losses"),
         line="",
     ),
 }
@@ -1160,12 +988,7 @@ REFUSED = {
     ),
     "a Trainer of Lightning of a plain cell": Refusal(
         packages=("lightning",),
-        earlier=[
-            block(
-                BY_LIGHTNING,
-                "trainer = a_trainer()",
-            ),
-        ],
+        earlier=[block(BY_LIGHTNING, "trainer = a_trainer()")],
         use="trainer.fit(lit, loader)",
         why=f"trainer {LONE}make it in this cell.",
     ),
@@ -1175,19 +998,14 @@ REFUSED = {
             block(
                 BY_PYTORCH_LIGHTNING,
                 'trainer = a_trainer(strategy="ddp_notebook", accelerator="cpu", devices=1)',
-            ),
+            )
         ],
         use="trainer.fit(lit, loader)",
         why=f"trainer {LONE}make it in this cell.",
     ),
     "a Trainer in an object": Refusal(
         packages=("lightning",),
-        earlier=[
-            block(
-                BY_LIGHTNING,
-                "job = Job(a_trainer())",
-            ),
-        ],
+        earlier=[block(BY_LIGHTNING, "job = Job(a_trainer())")],
         use="job.run()",
         why=f"job.trainer {LONE}make it in this cell.",
     ),
@@ -1212,7 +1030,7 @@ REFUSED = {
                     accelerator = Accelerator()
                     loader = accelerator.prepare(DataLoader(data))
                 """,
-            ),
+            )
         ],
         use="len(loader)",
         why=(
@@ -1222,23 +1040,14 @@ REFUSED = {
     ),
     "a Fabric of one process": Refusal(
         packages=("lightning",),
-        earlier=[
-            block(
-                IMPORTS,
-                FABRIC,
-                'fabric = Fabric(accelerator="cpu", devices=1)',
-            ),
-        ],
+        earlier=[block(IMPORTS, FABRIC, 'fabric = Fabric(accelerator="cpu", devices=1)')],
         use="fabric.global_rank",
         why="fabric is a Fabric for one process, and this cell has 2 ranks: make it in this cell.",
     ),
     "a Fabric of another number": Refusal(
         packages=("lightning",),
         earlier=[
-            block(
-                IMPORTS,
-                FABRIC,
-            ),
+            block(IMPORTS, FABRIC),
             block(
                 THREE,
                 """
@@ -1259,7 +1068,7 @@ REFUSED = {
                     from accelerate.utils import ParallelismConfig
                     accelerator = Accelerator(parallelism_config=ParallelismConfig())
                 """,
-            ),
+            )
         ],
         use="accelerator.process_index",
         why=(
