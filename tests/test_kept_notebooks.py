@@ -24,6 +24,13 @@ net(torch.ones(2)).sum().backward()
 opt.step()
 w = net.weight.detach()
 """
+VIEWS = {
+    "a held array": ("np.arange(6.0)", "x[1:]"),
+    "a held tensor": ("torch.arange(6.0)", "x[1:]"),
+    "a held tensor, as an array": ("torch.arange(6.0)", "x.numpy()"),
+    "a held array, as a tensor": ("np.arange(6.0)", "torch.from_numpy(x)"),
+}
+"""What ranks hold as ``x``, and the view of it that the notebook makes."""
 
 ROWS = [
     kept(
@@ -183,62 +190,23 @@ ROWS = [
         in_ranks("z = x.sum() + y.sum()"),
         "z",
     ),
-    kept(
-        "new view of a held array",
-        """
-            import torch, numpy as np
-            x = np.arange(6.0)
-        """,
-        in_ranks("l = [x]"),
-        "v = x[1:]",
-        in_ranks("""
-            x += 1
-            s = float(v.sum())
-        """),
-        "x, v, l, s",
-    ),
-    kept(
-        "new view of a held tensor",
-        """
-            import torch, numpy as np
-            x = torch.arange(6.0)
-        """,
-        in_ranks("l = [x]"),
-        "v = x[1:]",
-        in_ranks("""
-            x += 1
-            s = float(v.sum())
-        """),
-        "x, v, l, s",
-    ),
-    kept(
-        "new view of a held tensor, as an array",
-        """
-            import torch, numpy as np
-            x = torch.arange(6.0)
-        """,
-        in_ranks("l = [x]"),
-        "v = x.numpy()",
-        in_ranks("""
-            x += 1
-            s = float(v.sum())
-        """),
-        "x, v, l, s",
-    ),
-    kept(
-        "new view of a held array, as a tensor",
-        """
-            import torch, numpy as np
-            x = np.arange(6.0)
-        """,
-        in_ranks("l = [x]"),
-        "v = torch.from_numpy(x)",
-        in_ranks("""
-            x += 1
-            s = float(v.sum())
-        """),
-        "x, v, l, s",
-    ),
+    *[
+        kept(
+            f"new view of {name}",
+            f"""
+                import torch, numpy as np
+                x = {whole}
+            """,
+            in_ranks("l = [x]"),
+            f"v = {view}",
+            in_ranks("""
+                x += 1
+                s = float(v.sum())
+            """),
+            "x, v, l, s",
+        )
+        for name, (whole, view) in VIEWS.items()
+    ],
     kept(
         "new view of what a cell made",
         "import numpy as np",

@@ -12,6 +12,12 @@ from oracle import Program, assert_same, each_of, play, row
 
 pytestmark = pytest.mark.usefixtures("oracle")
 
+PLOT = """
+import matplotlib.pyplot as plt
+fig, ax = plt.subplots()
+l = ax.plot([1, 2])
+"""
+
 ALONE = [
     row(
         "generator function and async",
@@ -145,11 +151,7 @@ ALONE = [
     ),
     row(
         "figure shown again",
-        setup="""
-            import matplotlib.pyplot as plt
-            fig, ax = plt.subplots()
-            l = ax.plot([1, 2])
-        """,
+        setup=PLOT,
         cell="""
             ax.plot([2, 3])
             display(fig)
@@ -158,11 +160,7 @@ ALONE = [
     ),
     row(
         "figure of the cell shown later",
-        cell="""
-            import matplotlib.pyplot as plt
-            fig, ax = plt.subplots()
-            l = ax.plot([1, 2])
-        """,
+        cell=PLOT,
         check="""
             ax.set_title("t")
             fig

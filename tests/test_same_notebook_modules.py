@@ -29,6 +29,17 @@ class Bad:
 
 bad = Bad()
 """
+ITEMS = """
+counter = 0
+items = []
+"""
+CALLS = """
+def f(x):
+    return x
+
+def run(x):
+    return f(x)
+"""
 
 ROWS = [
     row(
@@ -382,12 +393,7 @@ ROWS = [
                 rank0 = file.write("more = 1\n")
         """,
         check="helper.counter, helper.items is l, l",
-        files={
-            "helper.py": """
-                counter = 0
-                items = []
-            """
-        },
+        files={"helper.py": ITEMS},
     ),
     row(
         "what there is once, in a module",
@@ -412,12 +418,7 @@ ROWS = [
         """,
         cell="x = 1",
         check="helper.counter, helper.items is l, x",
-        files={
-            "helper.py": """
-                counter = 0
-                items = []
-            """
-        },
+        files={"helper.py": ITEMS},
     ),
     row(
         "a module that the cell imports itself",
@@ -433,12 +434,7 @@ ROWS = [
             h.new = items
         """,
         check="helper.counter, helper.items is l, l, h is helper, helper.new is l",
-        files={
-            "helper.py": """
-                counter = 0
-                items = []
-            """
-        },
+        files={"helper.py": ITEMS},
     ),
     row(
         "code put into a module",
@@ -466,15 +462,7 @@ ROWS = [
             helper.B = B
         """,
         check="r, helper.run(3), helper.f is helper.g, helper.B is B, helper.A is A",
-        files={
-            "helper.py": """
-                def f(x):
-                    return x
-
-                def run(x):
-                    return f(x)
-            """
-        },
+        files={"helper.py": CALLS},
     ),
     row(
         "code of a module, put back",
@@ -492,15 +480,7 @@ ROWS = [
             helper.f = old
         """,
         check="r, helper.run(3), helper.f is old",
-        files={
-            "helper.py": """
-                def f(x):
-                    return x
-
-                def run(x):
-                    return f(x)
-            """
-        },
+        files={"helper.py": CALLS},
     ),
 ]
 """Each shares a notebook with others, whose cells are one: what it binds gets its number."""

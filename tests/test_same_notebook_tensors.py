@@ -29,6 +29,15 @@ class Net(nn.Module):
 scale = 1.0
 """
 
+SMALL_NET = """
+import torch, torch.nn as nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(2, 1)
+"""
+
 TRAIN = """
 for i in range(3):
     opt.zero_grad()
@@ -403,45 +412,33 @@ ROWS = [
     ),
     row(
         "whole model, saved by its class's name, which the cell does not say",
-        setup="""
-            import torch, torch.nn as nn
-
-            class Net(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.l = nn.Linear(2, 1)
-
-            net = Net()
-        """,
+        setup=block(SMALL_NET, "net = Net()"),
         cell='torch.save(net, "net.pt")',
         check='type(torch.load("net.pt", weights_only=False)) is Net',
     ),
     row(
         "objects that pickle others by themselves",
-        setup="""
-            import torch, torch.nn as nn
-            import io
+        setup=block(
+            SMALL_NET,
+            """
+                import io
 
-            class Net(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.l = nn.Linear(2, 1)
+                class Holder:
+                    def __init__(self, net):
+                        self.net = net
 
-            class Holder:
-                def __init__(self, net):
-                    self.net = net
+                    def __getstate__(self):
+                        b = io.BytesIO()
+                        torch.save(self.net, b)
+                        return {"net": b.getvalue()}
 
-                def __getstate__(self):
-                    b = io.BytesIO()
-                    torch.save(self.net, b)
-                    return {"net": b.getvalue()}
+                    def __setstate__(self, state):
+                        self.net = torch.load(io.BytesIO(state["net"]), weights_only=False)
 
-                def __setstate__(self, state):
-                    self.net = torch.load(io.BytesIO(state["net"]), weights_only=False)
-
-            h = Holder(Net())
-            k = [h]
-        """,
+                h = Holder(Net())
+                k = [h]
+            """,
+        ),
         cell="total = nn.init.ones_(h.net.l.weight).sum().item()",
         check="h.net.l.weight.tolist(), k[0] is h, type(h.net) is Net",
     ),

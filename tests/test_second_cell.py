@@ -280,6 +280,22 @@ schedule = torch.optim.lr_scheduler.StepLR(opt, 4, 0.5)
 net, opt, loader, schedule = accelerator.prepare(net, opt, loader, schedule)
 figures(steps(accelerator, net, opt, loader, schedule))
 """
+TRAINED = block(
+    TWO,
+    """
+        accelerator = Accelerator()
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+    """,
+    PREPARE,
+)
+TRAINED_IN_HALF = block(
+    TWO,
+    """
+        accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+        loader = DataLoader(data, batch_size=2)
+    """,
+    PREPARE,
+)
 GO_ON_AS_IT_IS = (
     TWO
     + """
@@ -408,67 +424,15 @@ class Library(NamedTuple):
 
 
 LIBRARIES = {
-    "accelerate": Library(
-        packages=("accelerate",),
-        cells=[
-            ACCELERATE,
-            block(
-                TWO,
-                """
-                    accelerator = Accelerator()
-                    loader = DataLoader(data, batch_size=2, shuffle=True)
-                """,
-                PREPARE,
-            ),
-            GO_ON,
-            GO_ON,
-        ],
-    ),
+    "accelerate": Library(packages=("accelerate",), cells=[ACCELERATE, TRAINED, GO_ON, GO_ON]),
     "accelerate, without prepare again": Library(
-        packages=("accelerate",),
-        cells=[
-            ACCELERATE,
-            block(
-                TWO,
-                """
-                    accelerator = Accelerator()
-                    loader = DataLoader(data, batch_size=2, shuffle=True)
-                """,
-                PREPARE,
-            ),
-            GO_ON_AS_IT_IS,
-            GO_ON_AS_IT_IS,
-        ],
+        packages=("accelerate",), cells=[ACCELERATE, TRAINED, GO_ON_AS_IT_IS, GO_ON_AS_IT_IS]
     ),
     "accelerate, half precision, without prepare again": Library(
-        packages=("accelerate",),
-        cells=[
-            ACCELERATE,
-            block(
-                TWO,
-                """
-                    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
-                    loader = DataLoader(data, batch_size=2)
-                """,
-                PREPARE,
-            ),
-            GO_ON_AS_IT_IS,
-        ],
+        packages=("accelerate",), cells=[ACCELERATE, TRAINED_IN_HALF, GO_ON_AS_IT_IS]
     ),
     "accelerate, half precision, two steps at once": Library(
-        packages=("accelerate",),
-        cells=[
-            ACCELERATE,
-            block(
-                TWO,
-                """
-                    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
-                    loader = DataLoader(data, batch_size=2)
-                """,
-                PREPARE,
-            ),
-            GO_ON,
-        ],
+        packages=("accelerate",), cells=[ACCELERATE, TRAINED_IN_HALF, GO_ON]
     ),
     "accelerate, a stream that rank 0 hands out": Library(
         packages=("accelerate",),
@@ -981,10 +945,7 @@ REFUSED = {
             ),
         ],
         use="accelerator.backward(models['a'](x).sum())",
-        why=(
-            "models['a'] came back without its DistributedDataParallel: wrap it again in "
-            "this cell, or use --keep."
-        ),
+        why="models['a'] " + WITHOUT,
     ),
     "a Trainer of Lightning of a plain cell": Refusal(
         packages=("lightning",),
