@@ -1211,14 +1211,17 @@ def test_what_ranks_made_is_of_one_process_in_the_notebook(fresh: Notebook) -> N
 SHARES = {
     "a sampler and its loader": (MAKE, f"sampler, loader are {SHARE}they yield 1/2 of the data."),
     "a loader alone": (block(MAKE, "del sampler"), f"loader is {SHARE}it yields 1/2 of the data."),
-    "a loader of one process": ("loader = DataLoader(data)", ""),
+    "a loader of one process": (block(TWO, "loader = DataLoader(data)"), ""),
     "arguments with the rank": (
-        """
-        class Args:
-            pass
-        args = Args()
-        args.rank, args.world_size = 0, 2
-        """,
+        block(
+            TWO,
+            """
+                class Args:
+                    pass
+                args = Args()
+                args.rank, args.world_size = 0, 2
+            """,
+        ),
         "",
     ),
 }
@@ -1231,7 +1234,7 @@ def test_a_share_of_data_that_comes_to_the_notebook_is_named_once(
     """At the end of the cell that brought it, not of a later one that reads it."""
     cell, line = SHARES[name]
     notebook.good(IMPORTS)
-    ran = notebook.good(block(cell) if cell.startswith(TWO) else block(TWO, cell))
+    ran = notebook.good(cell)
     said = [one.removeprefix("taas: ") for one in ran.stdout.splitlines() if SHARE in one]
     assert said == [line] * bool(line)
     if line:
