@@ -50,8 +50,13 @@ def test_types_of_ones_own(tmp_path: Path) -> None:
     assert load_catalog() == Catalog()
     catalog = config(
         tmp_path,
-        '[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\nvms = [1,'
-        ' 3]\n[instances."g2.8"]\nvcpus=9\n',
+        '[instances."x1.2"]\n'
+        "vcpus = 16\n"
+        "gpus = 2\n"
+        'gpu_model = "L40S"\n'
+        "vms = [1, 3]\n"
+        '[instances."g2.8"]\n'
+        "vcpus=9\n",
     )
     assert catalog.find("x1.2") == InstanceType(
         name="x1.2", vcpus=16, gpus=2, gpu_model="L40S", vms=(1, 3)

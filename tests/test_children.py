@@ -183,9 +183,12 @@ def test_shared_memory_of_torchs_file_system_strategy_goes_with_its_rank(
     body, error = ENDS[how]
     book.good(SHARING)
     ran = book.run(
-        "#pragma taas --gpus 2\nrank = int(os.environ['RANK'])\nkept ="
-        f" share({str(tmp_path)!r})\nmanagers = json.loads(Path({str(tmp_path)!r},"
-        f" str(rank)).read_text())[0]\n{body}\ndel kept"
+        "#pragma taas --gpus 2\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"kept = share({str(tmp_path)!r})\n"
+        f"managers = json.loads(Path({str(tmp_path)!r}, str(rank)).read_text())[0]\n"
+        f"{body}\n"
+        "del kept"
     )
     assert ran.ename == error, ran
     assert how != "leaves" or "rank 1 left with status 255 before the cell ended" in ran.evalue, ran

@@ -436,8 +436,9 @@ def test_an_error_of_a_data_worker_is_one_traceback_on_the_users_lines(
     """From the cell's line into the dataset's; of taas and of torch's fetching it shows nothing."""
     loader, error, where, functions = FAILURES[case]
     registered.good(
-        f"from torch.utils.data import IterableDataset\n{FAILING}\nbad = {loader};"
-        " taas.register(bad);"
+        "from torch.utils.data import IterableDataset\n"
+        f"{FAILING}\n"
+        f"bad = {loader}; taas.register(bad);"
     )
     ran = registered.run(f"{HEAD}\nfor batch in bad:\n    pass")
     assert ran.ename == "CellFailed"

@@ -64,8 +64,10 @@ def test_what_gpus_do_needs_nvidia_ml_py(
     card = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
     card.mkdir(parents=True)
     (card / "information").write_text(
-        "Model: \t\t NVIDIA A100\nGPU UUID: \t GPU-1\nDevice Minor: \t 0\nBus Location:"
-        " 0000:01:00.0\n"
+        "Model: \t\t NVIDIA A100\n"
+        "GPU UUID: \t GPU-1\n"
+        "Device Minor: \t 0\n"
+        "Bus Location: 0000:01:00.0\n"
     )
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()

@@ -299,8 +299,8 @@ def test_an_interrupt_of_a_cell_that_awaits(notebook: Notebook, what: str, error
 RUNS = {
     "os.system": "os.system(program)",
     "os.system in a thread": (
-        "threading.Thread(target=os.system, args=[program]).start()\n    while True:"
-        " time.sleep(0.01)"
+        "threading.Thread(target=os.system, args=[program]).start()\n"
+        "    while True: time.sleep(0.01)"
     ),
     "system(3) of C code": "ctypes.CDLL(None).system(program.encode())",
     "subprocess.run": "subprocess.run(program, shell=True)",
@@ -428,9 +428,11 @@ ALONE = {
     "store": (GROUP, "dist.distributed_c10d._get_default_store().wait(['never'])"),
     "DataParallel, whose group is none of torch's own": (
         (
-            "import os, time, torch\nrank = int(os.environ['RANK'])\nmodel, x ="
-            " torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda()), torch.ones(4,"
-            " 2).cuda()\nmodel(x)\n"
+            "import os, time, torch\n"
+            "rank = int(os.environ['RANK'])\n"
+            "model, x = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda()),"
+            " torch.ones(4, 2).cuda()\n"
+            "model(x)\n"
         ),
         "model(x)",
     ),
@@ -448,9 +450,17 @@ def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: 
     before, wait = ALONE[what]
     ran = interrupted(
         notebook,
-        f"{before}import threading\ndone = [1]\nif rank:\n    ready()\n    time.sleep(600)\ntry:\n "
-        "   threading.Timer(0.5, ready).start()  # it waits by then; if not, the interrupt finds"
-        f" it in Python code\n    {wait}\nfinally:\n    done.append(2)",
+        f"{before}import threading\n"
+        "done = [1]\n"
+        "if rank:\n"
+        "    ready()\n"
+        "    time.sleep(600)\n"
+        "try:\n"
+        "    threading.Timer(0.5, ready).start()"
+        "  # it waits by then; if not, the interrupt finds it in Python code\n"
+        f"    {wait}\n"
+        "finally:\n"
+        "    done.append(2)",
     )
     assert ran.ename == "KeyboardInterrupt"
     assert STOOD in ran.evalue
@@ -483,8 +493,11 @@ OTHERS: dict[str, tuple[str, str, str, str, str]] = {
         "counts = {}",
         "raise ValueError('bad batch')",
         (
-            "    while True:\n        try:\n            counts[len(counts)] = object();"
-            " counts[len(counts) - 1] = 1\n        except KeyboardInterrupt: pass\nfinally: pass"
+            "    while True:\n"
+            "        try:\n"
+            "            counts[len(counts)] = object(); counts[len(counts) - 1] = 1\n"
+            "        except KeyboardInterrupt: pass\n"
+            "finally: pass"
         ),
         "bool(counts) and set(list(counts.values())[:-1]) <= {1}",  # the last one may be half done
         "True",

@@ -78,9 +78,16 @@ def test_what_is_asked_of_slurm(own_project: Path) -> None:
     A VM with GPUs is a whole node unless its type says how it is asked for.
     """
     (own_project / "taas.toml").write_text(
-        '[engine]\ndefault = "slurm"\n[engine.slurm]\npartition = "gpu"\ncpu_partition ='
-        ' "cpu"\nsbatch = "--qos=long -v"\n[instances."g2.4"]\nvcpus = 112\ngpus = 4\nslurm ='
-        " \"--gres=gpu:a100:4 --constraint='big'\"\n"
+        "[engine]\n"
+        'default = "slurm"\n'
+        "[engine.slurm]\n"
+        'partition = "gpu"\n'
+        'cpu_partition = "cpu"\n'
+        'sbatch = "--qos=long -v"\n'
+        '[instances."g2.4"]\n'
+        "vcpus = 112\n"
+        "gpus = 4\n"
+        "slurm = \"--gres=gpu:a100:4 --constraint='big'\"\n"
     )
     settings = settings_of(chosen.chosen(own_project).address)
     rest = ["--qos=long", "-v"]

@@ -180,8 +180,12 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(
     notebook.good(f"came = {str(tmp_path)!r} + '/'")
     line = "open(came + rank, 'w').close(); sum(range(10**13))"
     notebook.start(
-        "#pragma taas --gpus 2 --name deep\nimport os\nrank = os.environ['RANK']\ndef f():\n   "
-        f" {line}\nf()"
+        "#pragma taas --gpus 2 --name deep\n"
+        "import os\n"
+        "rank = os.environ['RANK']\n"
+        "def f():\n"
+        f"    {line}\n"
+        "f()"
     )
     while len(list(tmp_path.iterdir())) < 2:  # where it is seen, the rank is in that line
         time.sleep(0.05)

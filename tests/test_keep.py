@@ -131,8 +131,13 @@ def test_an_error_leaves_ranks_names_and_a_group(notebook: Notebook, cell: str) 
 def test_a_group_made_anew_is_as_the_cell_wanted_it(notebook: Notebook) -> None:
     """Its time-out, and on GPUs its device, are those of the call that made the first one."""
     notebook.good(
-        KEEP + "import datetime, torch, torch.distributed as dist\ndist.init_process_group('gloo',"
-        " timeout=datetime.timedelta(seconds=77), device_id=torch.device('cuda', 0))"
+        KEEP
+        + block("""
+            import datetime, torch, torch.distributed as dist
+            dist.init_process_group(
+                'gloo', timeout=datetime.timedelta(seconds=77), device_id=torch.device('cuda', 0)
+            )
+        """)
     )
     ran = notebook.run(KEEP + "if dist.get_rank():\n    raise ValueError('wrong')\ndist.barrier()")
     assert "wrong" in ran.traceback

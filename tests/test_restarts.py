@@ -69,8 +69,9 @@ def test_a_lost_vm_is_replaced(notebook: Notebook) -> None:
 def test_used_up_restarts_are_the_end(notebook: Notebook) -> None:
     """The last loss is the error, and the next cell runs."""
     ran = notebook.run(
-        HEAD + "\nimport os\nprint('here', flush=True)\nif os.environ['RANK'] == '1':"
-        " os.kill(os.getpid(), 9)"
+        HEAD + "\nimport os\n"
+        "print('here', flush=True)\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), 9)"
     )
     assert ran.stdout.count("started again") == 1
     assert ran.ename == "CellFailed"
@@ -133,8 +134,12 @@ def test_a_loss_on_the_data_side_is_one(
 ) -> None:
     """Whatever of taas goes, before the ranks begin and later, the run starts again."""
     notebook.good(
-        f"%taas release\nimport os\n{LOADER}\nsigns = {str(tmp_path)!r}\nloader ="
-        " DataLoader(Waits(signs), num_workers=1)\ntaas.register(loader)"
+        "%taas release\n"
+        "import os\n"
+        f"{LOADER}\n"
+        f"signs = {str(tmp_path)!r}\n"
+        "loader = DataLoader(Waits(signs), num_workers=1)\n"
+        "taas.register(loader)"
     )
     notebook.start(f"{HEAD} --cpus 1{SEES}")
     until((tmp_path / "asked").exists)

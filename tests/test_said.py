@@ -294,8 +294,10 @@ def test_the_error_of_a_supervisor_is_its_own(alone: Path) -> None:
     log = log_file(7)
     stamp = time.strftime("%Y-%m-%d %H:%M:%S,000")
     broke = (
-        f"{stamp} ERROR taas: {BROKE_DOWN}\nTraceback (most recent call last):\n  File x\nKeyError:"
-        " 'x'\n"
+        f"{stamp} ERROR taas: {BROKE_DOWN}\n"
+        "Traceback (most recent call last):\n"
+        "  File x\n"
+        "KeyError: 'x'\n"
     )
     begin = f"{stamp} INFO taas: process 7 on here\n"
     assert how_it_broke(7) == ""

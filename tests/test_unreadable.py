@@ -137,8 +137,10 @@ def test_an_agent_says_it(tmp_path: Path) -> None:
         pid = notebook.processes().supervisor[0].pid
         for kind in KINDS[:3]:
             notebook.start(
-                "#pragma taas --gpus 2 --name goes\nimport time\nprint('ready',"
-                " flush=True)\ntime.sleep(600)"
+                "#pragma taas --gpus 2 --name goes\n"
+                "import time\n"
+                "print('ready', flush=True)\n"
+                "time.sleep(600)"
             )
             notebook.wait_for("ready")
             (folder / "new").write_bytes(unreadable(kind, "OfJob"))

@@ -27,8 +27,8 @@ __all__ = ["RUN", "be_kernel"]
 
 RUN = "oracle"
 _SEEDS = (
-    "import random as _r, numpy as _n, torch as _t\n_r.seed(1); _n.random.seed(1);"
-    " _t.manual_seed(1)\n"
+    "import random as _r, numpy as _n, torch as _t\n"
+    "_r.seed(1); _n.random.seed(1); _t.manual_seed(1)\n"
 )
 _OF_IPYTHON = {"In", "Out", "_oh", "_ih", "_dh", "_i", "_ii", "_iii", "get_ipython"}
 _OWN = ("open", "exit", "quit", "display")  # IPython's, unless the notebook has its own
