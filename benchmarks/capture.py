@@ -66,14 +66,12 @@ CASES: dict[str, tuple[str, str]] = {
         "rows",
     ),
     "1M-row object column": (
-        (
-            """
+        """
 import pandas as pd
 texts = [f'row {i}' for i in range(1_000_000)]
 df = pd.DataFrame({'a': pd.Series(texts, dtype=object)})
 del texts
-"""
-        ),
+""",
         "df",
     ),
     "1000 small tensors": ("ts = [torch.ones(8) for _ in range(1000)]", "ts"),

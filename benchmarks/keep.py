@@ -54,13 +54,11 @@ PEERS = {
     ),
     "ipyparallel": (
         (
-            (
-                f"""
+            f"""
 import ipyparallel
 cluster = ipyparallel.Cluster(n={RANKS})
 client = cluster.start_and_connect_sync()
-"""
-            ),
+""",
             "%load_ext ipyparallel",
         ),
         "%%px\n",

@@ -46,8 +46,7 @@ def begin():
     own_gpu.install("1")
 """
 PROGRAMS = {
-    "all": (
-        """
+    "all": """
 def body(rank, loaders):
     begin()
     got, before = [], None
@@ -65,10 +64,8 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=32 << 20) as run:
     [(got, main)] = run.ranks(body)
 print((got, main))
-"""
-    ),
-    "a small slab": (
-        """
+""",
+    "a small slab": """
 def body(rank, loaders):
     begin()
     got, kept = [], []
@@ -80,10 +77,8 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=128 << 10) as run:
     [got] = run.ranks(body)
 print(got)
-"""
-    ),
-    "a loop that is left": (
-        """
+""",
+    "a loop that is left": """
 def body(rank, loaders):
     begin()
     got = []
@@ -100,10 +95,8 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=32 << 20) as run:
     [got] = run.ranks(body)
 print(got)
-"""
-    ),
-    "one that fails": (
-        """
+""",
+    "one that fails": """
 FAILS = 4
 def body(rank, loaders):
     begin()
@@ -119,8 +112,7 @@ def body(rank, loaders):
 with DeliveryRun({"d": loader()}, processes=2, slab=32 << 20) as run:
     [got] = run.ranks(body)
 print(got)
-"""
-    ),
+""",
 }
 Accounts = dict[str, tuple[list[str], list[Call]]]
 

@@ -59,8 +59,7 @@ OTHERS = {
     "selects nothing": (
         f"{RANK_1_OF_2}{USED}in_a_thread(lambda: torch.cuda.default_stream().query())"
     ),
-    "busy": (
-        f"""{RANK_1_OF_2}{USED}
+    "busy": f"""{RANK_1_OF_2}{USED}
 for stuck in 0, 1, 2:
     account.account_stick(stuck, 1)
     print(stuck, in_a_thread(adopt.waits.gpu_is_busy))
@@ -69,10 +68,8 @@ y = torch.empty(4, device="cuda:2")
 account.account_stick(2, 1)
 print(2, in_a_thread(adopt.waits.gpu_is_busy), torch.cuda.current_device())
 account.account_stick(2, 0)
-"""
-    ),
-    "packs": (
-        f"""{RANK_1_OF_2}{USED}
+""",
+    "packs": f"""{RANK_1_OF_2}{USED}
 y = torch.empty(4, device="cuda:2")
 account.account_stick(1, 1)
 account.account_stick(2, 1)
@@ -82,29 +79,23 @@ def pack():
 print(in_a_thread(pack))
 account.account_stick(1, 0)
 account.account_stick(2, 0)
-"""
-    ),
-    "alone": (
-        f"""{ALONE}
+""",
+    "alone": f"""{ALONE}
 x = torch.empty(4, device='cuda:3')
 print(in_a_thread(adopt.waits.gpu_is_busy), torch.cuda.current_device())
-"""
-    ),
+""",
 }
 OTHERS |= {
-    "kept": (
-        f"""{RANK_1_OF_2}{USED}
+    "kept": f"""{RANK_1_OF_2}{USED}
 unused = torch.empty(1 << 28, device="cuda")
 held = torch.empty(1 << 26, device="cuda:2")
 del unused
 before = torch.cuda.memory_reserved()
 left = adopt.own_gpu.give_back_unused() - torch.cuda.memory_reserved(2)
 print(before >= 1 << 30, left, torch.cuda.memory_reserved())
-"""
-    ),
+""",
     "kept, and CUDA not used": f"{RANK_1_OF_2}print(adopt.own_gpu.give_back_unused())",
-    "the kernel's memory": (
-        """
+    "the kernel's memory": """
 import torch
 from taas.notebook.kernel_memory import said_of_kernel_memory
 from taas.wire.clients import Gpu
@@ -115,8 +106,7 @@ much = [torch.empty(3 << 28, device=f"cuda:{number}") for number in (0, 2)]
 little = torch.empty(1 << 20, device="cuda:1")
 for of_run in ["bus a", "bus b"], ["bus b"], ["bus c"], []:
     print([line.partition(",")[0] for line in said_of_kernel_memory(gpus, of_run)])
-"""
-    ),
+""",
 }
 Accounts = dict[str, tuple[list[str], list[Call]]]
 

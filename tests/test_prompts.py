@@ -81,29 +81,25 @@ OPENS = {
     "breakpoint() as the last line": ("x = 1\nbreakpoint()\n", ["<module>()"]),
     "in a function of an earlier cell": ("z = helper(3)\n", ["<module>()", "helper()"]),
     "pdb.set_trace() in a class": (
-        (
-            """\
+        """\
 import pdb
 class A:
     def f(self):
         pdb.set_trace()
         return 1
 A().f()
-"""
-        ),
+""",
         ["<module>()", "f()"],
     ),
     "behind a top-level await": (
-        (
-            """\
+        """\
 import asyncio
 async def g():
     await asyncio.sleep(0)
     breakpoint()
     return 1
 await g()
-"""
-        ),
+""",
         ["<module>()", "g()"],
     ),
     "after an error": ("def f():\n    1 / 0\nf()\n", ["<module>()", "f()"]),

@@ -86,19 +86,15 @@ FILES = {
     ),
     "package/deep/__init__.py": "",
     "package/deep/uses.py": "from ..inner import wrap\n",
-    "asks.py": (
-        """\
+    "asks.py": """\
 from torch import nn
 def plain(net):
     return net.module if isinstance(net, nn.DataParallel) else net
-"""
-    ),
-    "either.py": (
-        """\
+""",
+    "either.py": """\
 def wrap(net):
     return DistributedDataParallel(net) if LOCAL_RANK else DataParallel(net)
-"""
-    ),
+""",
     "circle.py": "import circle, wrapping\n",
     "plain.py": "import torch\n",
     "loaded.py": "def trained(net):\n    import wrapping\n    return wrapping.wrap(net)\n",

@@ -37,8 +37,7 @@ def accepts(port):
 """
 PROGRAMS = {
     # what waits for the others: the root of a communicator listens, until all have come
-    "a communicator's sockets": (
-        """
+    "a communicator's sockets": """
 own_gpu.install()
 dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
 nccl = int.from_bytes(torch.cuda.nccl.unique_id()[10:12])
@@ -57,12 +56,10 @@ gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
 noted.break_off(store, [])
 print([there, {name: accepts(port) for name, port in ports.items()}, len(waits.nccl_backends())])
 other.close(0)
-"""
-    ),
+""",
     # the other rank has joined the group, and never comes to the first collective: this one waits
     # for the communicator's name
-    "the first collective": (
-        """
+    "the first collective": """
 own_gpu.install()
 def join(rank):
     dist.init_process_group("nccl", store=dist.FileStore(str(folder), 2), rank=rank, world_size=2)
@@ -84,11 +81,9 @@ try:
 except RuntimeError as error:
     print(["broken off", isinstance(error, dist.DistError)])
 breaker.join()
-"""
-    ),
+""",
     # who computes has the time it needs, also where there are groups of NCCL
-    "what is no collective": (
-        """
+    "what is no collective": """
 own_gpu.install()
 dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
 large = torch.ones(1 << 21)
@@ -111,8 +106,7 @@ for work in (
     looker.join()
     seen.append(any(known))
 print(seen)
-"""
-    ),
+""",
 }
 
 
