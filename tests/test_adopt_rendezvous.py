@@ -77,7 +77,7 @@ def test_urls_lead_to_the_run(tmp_path):
 
 @pytest.mark.parametrize("host", [LOOPBACK, SEVERAL_MACHINES])
 def test_group_is_made_again_after_destroy(host):
-    """Three groups after another on a port of the program's, on one machine and on several."""
+    """Three groups, one after another, on the program's port, on one machine and on several."""
     assert run_ranks(_three_times, 2, host=host) == [[(0, 2, 3.0)] * 3, [(1, 2, 3.0)] * 3]
 
 

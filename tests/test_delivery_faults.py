@@ -306,7 +306,7 @@ def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
 
 
 def test_a_view_keeps_its_batch() -> None:
-    """Views, NumPy arrays and what autograd saved keep a batch's memory, and nothing else does."""
+    """Views, NumPy arrays and what autograd saved keep the memory of a batch that was dropped."""
 
     def body(_rank: int, loaders: dict[str, Any]) -> Any:
         views, losses = [], []

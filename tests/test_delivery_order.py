@@ -269,7 +269,7 @@ def same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
 def test_every_kind_of_element_comes_out_as_it_went_in(shared: bool) -> None:
-    """Values, types and strides arrive, also of a function that plain pickle cannot take."""
+    """Values, types and strides arrive; so does a function that plain pickle cannot take."""
     made = [*ELEMENTS.values(), {"f": lambda x: x + 1, "t": torch.arange(4000.0)}]
     loader = DataLoader(made, batch_size=None, collate_fn=lambda element: element)
     with DeliveryRun({"d": loader}, shared=shared) as run:

@@ -126,7 +126,7 @@ def accounts(tmp_path_factory: pytest.TempPathFactory) -> Accounts:
 
 
 def test_a_thread_pins_the_next_element(accounts: Accounts) -> None:
-    """On the rank's own GPU each is pinned and right, and so is what was not pinned."""
+    """Each is pinned, on the rank's own GPU, and right; so is an array, which is not pinned."""
     lines, calls = accounts["all"]
     got, main = ast.literal_eval(lines[0])
     assert got == [(True, True, True)] * 12

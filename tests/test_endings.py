@@ -510,7 +510,7 @@ of it afterwards.
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_rank_1_fails_while_rank_0_is_in(notebook: Notebook, what: str) -> None:
-    """Rank 1's end is the cell's; rank 0 is freed where it stands, and its names come back."""
+    """Rank 1's end is the cell's; rank 0 is freed, or packed as it stands: its names come back."""
     before, end, stays, name, value = OTHERS[what]
     ran = notebook.run(
         f"#pragma taas --gpus 2\n{before}\nimport os, pathlib\n"

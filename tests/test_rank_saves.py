@@ -148,7 +148,7 @@ def test_what_belongs_to_a_save_is_there_at_the_end(
 def test_rank_0_finds_them_meanwhile(tmp_path: Path) -> None:
     """It opens, loads, moves and removes another rank's file that the project lacks.
 
-    Others do not see it.
+    Files that belong to no save of rank 0 it does not see.
     """
     run, turns = Run(tmp_path), Turns()
     (run.project / "old").mkdir()

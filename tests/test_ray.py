@@ -386,7 +386,7 @@ def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
 def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
     """A node that dies is named; with --max-restarts the run goes on once there is another.
 
-    That is larger than what else travels, and was saved on a VM that may be gone.
+    Its checkpoint is larger than what else travels, and was saved on a VM that may be gone.
     """
     book.start(_TWO_LIVES)
     book.wait_for("life 1", 300)

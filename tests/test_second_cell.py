@@ -1191,7 +1191,7 @@ def test_objects_of_a_plain_cell_know_their_rank(fresh: Notebook) -> None:
 
 @needs("accelerate")
 def test_what_ranks_made_is_of_one_process_in_the_notebook(fresh: Notebook) -> None:
-    """Its settings are there, its batches on the notebook's device; the loader has a share."""
+    """Its settings are there, its batches on the notebook's device, its data rank 0's share."""
     fresh.good(ACCELERATE)
     fresh.good(
         TWO
