@@ -72,9 +72,7 @@ def cell(
     return reached(ran.stdout) - began, time.time() - began
 
 
-def warm_cell(
-    book: Notebook, ranks: int, instance: str = "", body: str = USES + WORK
-) -> tuple[float, float]:
+def warm_cell(book: Notebook, ranks: int, instance: str = "") -> tuple[float, float]:
     """A cell after a pause, as a person makes it: the agents' spare processes wait for it."""
     deadline = time.monotonic() + 60
     while len([p for p in book.processes().spares if p.name() == lifeline.SPARE_NAME]) < ranks:
@@ -82,7 +80,7 @@ def warm_cell(
             raise TimeoutError("the agents made no spares")
         time.sleep(0.2)
     time.sleep(1.0)  # the last one's preparation, and whatever else the cell before has left to do
-    return cell(book, ranks, instance, body)
+    return cell(book, ranks, instance)
 
 
 def first_cell(folder: Path, ranks: int, loaded: float | None = None) -> tuple[float, float]:

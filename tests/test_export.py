@@ -92,7 +92,7 @@ def _losses(text: str) -> set[str]:
     return set(re.findall(r"rank \d loss [\d.]+", text))
 
 
-def _run(book: Notebook, project: Path, folder: str, site: Path) -> str:
+def _run(project: Path, folder: str, site: Path) -> str:
     """Run an exported program by torchrun, where nobody can import taas."""
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(_REFUSES)
@@ -163,7 +163,7 @@ def test_the_example_as_a_program(tmp_path: Path) -> None:
     finally:
         book.close()
     assert len(expected) == 3
-    assert re.findall("epoch .*", _run(book, project, "program", tmp_path / "site")) == expected
+    assert re.findall("epoch .*", _run(project, "program", tmp_path / "site")) == expected
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_torchrun_prints_the_same(tmp_path: Path, before: str, loader: str, opti
     assert "%matplotlib inline: not exported" in told
     expected = _losses(ran.stdout)
     assert len(expected) == 16
-    assert _losses(_run(book, project, "program", tmp_path / "site")) == expected
+    assert _losses(_run(project, "program", tmp_path / "site")) == expected
     text = (project / "program" / "train.py").read_text()
     assert "taas" not in re.sub(r"taas export r\d+[\w-]*|taas is not needed", "", text)
     assert "class Block" in text

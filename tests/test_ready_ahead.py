@@ -62,19 +62,17 @@ class World:
         self.book.good(f"#pragma taas {header} --return none\nimport os\n{body}\n{write}")
         return {int(answer.read_text()) for answer in self.answers.iterdir()}
 
-    def ready(
-        self, body: str = "import heavy", header: str = "--gpus 2", ranks: int = 2
-    ) -> set[int]:
-        """Run a cell, and wait until as many spares have imported the same; return their ids."""
-        ran = self.run(body, header)
+    def ready(self, body: str = "import heavy") -> set[int]:
+        """Run a cell, and wait until two spares have imported the same; return their ids."""
+        ran = self.run(body)
         seen = len(self.imported)
 
         def there_are() -> bool:
             spares = {spare.pid for spare in self.book.processes().spares}
-            return len(spares & {*self.imported} - ran) >= ranks
+            return len(spares & {*self.imported} - ran) >= 2
 
         until(there_are)
-        assert len(self.imported) <= seen + ranks
+        assert len(self.imported) <= seen + 2
         return {*self.imported} & {spare.pid for spare in self.book.processes().spares}
 
 
