@@ -25,9 +25,9 @@ _STATE = "import os, sys; print((dict(os.environ), sys.path, set(sys.modules)))"
 _RENEW = """
 import os, sys
 import taas
-from taas.dataloader_registry import _registry
+from taas.dataloader_registry import registered
 environ, path, modules = {state}
-for entry in list(_registry.values()):
+for entry in registered():
     taas.unregister(entry.loader)
 for name in sys.modules.keys() - modules:
     if str(getattr(sys.modules[name], "__file__", "")).startswith({projects!r}):
