@@ -14,14 +14,7 @@ import pytest
 from blocks import block
 from oracle import play, row
 
-from taas.capture import (
-    Arrival,
-    Capture,
-    arrive,
-    capture,
-    check_versions,
-    peek,
-)
+from taas.capture import Arrival, Capture, arrive, capture, check_versions, peek
 from taas.errors import CaptureError, VersionMismatch
 
 pytestmark = pytest.mark.usefixtures("oracle")

@@ -224,8 +224,7 @@ def test_what_shares_a_constant_with_something_new_stays_each_ranks(
         """),
         new,
         in_ranks(
-            written(tmp_path, "(repr(own) == before, type(x).__name__)"),
-            "count = a.sum().item()",
+            written(tmp_path, "(repr(own) == before, type(x).__name__)"), "count = a.sum().item()"
         ),
         "count == a.sum().item()",
     )

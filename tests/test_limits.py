@@ -103,12 +103,7 @@ LIMITS = [
         (),
     ),
     (
-        row(
-            "order of a set",
-            setup="s = {7, 15}",
-            cell="there = list(s)",
-            check="there, list(s)",
-        ),
+        row("order of a set", setup="s = {7, 15}", cell="there = list(s)", check="there, list(s)"),
         "([7, 15], [15, 7])",
         (),
     ),

@@ -54,22 +54,10 @@ PAIRS = [
         other="d = {'k': [1, 2]}",
         told="d['k'][1]: 2.0 expected, 2 found",
     ),
-    Pair(
-        code="d = {'a': 1, 'b': 2}",
-        other="d = {'b': 2, 'a': 1}",
-        told="d: in the order ",
-    ),
+    Pair(code="d = {'a': 1, 'b': 2}", other="d = {'b': 2, 'a': 1}", told="d: in the order "),
     Pair(code="x = 1", other="", told="x: missing"),
-    Pair(
-        code=CLASS,
-        other=block(CLASS, "a.x.append(2)"),
-        told="a['x'][1]: not expected",
-    ),
-    Pair(
-        code=CLASS,
-        other=CLASS.replace("return 1", "return 2"),
-        told="A.f (code):",
-    ),
+    Pair(code=CLASS, other=block(CLASS, "a.x.append(2)"), told="a['x'][1]: not expected"),
+    Pair(code=CLASS, other=CLASS.replace("return 1", "return 2"), told="A.f (code):"),
     Pair(
         code=block(CLASS, "b = A()"),
         other=block(

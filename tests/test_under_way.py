@@ -31,10 +31,7 @@ s = torch.amp.GradScaler("cpu", init_scale=8.0)
 UNDER_WAY = [
     row(
         "bar of an earlier cell, updated",
-        setup=block(
-            BARS,
-            "a = tqdm(total=4, **how)",
-        ),
+        setup=block(BARS, "a = tqdm(total=4, **how)"),
         cell="""
             a.update()
             a.update(2)
