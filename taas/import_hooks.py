@@ -92,9 +92,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         # A change waits until the import, not the search: libraries look whether others are
         # installed.
-        is_known = (
-            fullname in self.known and target is None
-        )  # a reload executes it anew in a notebook, too
+        # a reload (it has a target) executes the module anew in a notebook, too
+        is_known = fullname in self.known and target is None
         waits = is_known or fullname in self.changes or fullname in self.arounds
         if not waits or getattr(self._finding, "name", "") == fullname:
             return None

@@ -43,13 +43,11 @@ class Applied:
     cells: dict[str, int] = field(default_factory=dict)  # whose functions came: ``In[n]`` by file
     there: list[str] = field(default_factory=list)  # names that rank 0 has
     own: list[str] = field(default_factory=list)  # of these, what is something else there
-    wrapped: list[str] = field(
-        default_factory=list
-    )  # what has a parallel wrapper, or shards, there
+    # what has a parallel wrapper, or shards, there
+    wrapped: list[str] = field(default_factory=list)
     ranks: int = 1
-    shares: list[str] = field(
-        default_factory=list
-    )  # new loaders and samplers that have one rank's part of data
+    # new loaders and samplers that have one rank's part of data
+    shares: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)  # what was put elsewhere than under names
     numbers: set[int] = field(default_factory=set, repr=False)  # of objects that came or changed
     # that both know now, by region
@@ -247,9 +245,8 @@ class _Incoming:
                 before = self._heap.states[n] or state
                 children = [self._made[c] for c in state[2]]
                 change(value, before, state, children, How(how))
-            except (
-                BaseException
-            ) as error:  # a user's __setstate__ may raise anything, SystemExit included
+            except BaseException as error:
+                # a user's __setstate__ may raise anything, SystemExit included
                 what = f"a {type(value).__qualname__} of the notebook refused its new contents"
                 self._lose(what, f"{type(error).__name__}: {error}")
             else:

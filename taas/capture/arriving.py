@@ -56,10 +56,6 @@ _UNCHANGEABLE = (
 class Arrival:
     """The captured names in a rank, and what has to be known to send back what changes."""
 
-    left_before: dict[
-        str, LeftOut
-    ]  # this, and what else has this name, is of right before the cell
-
     def __init__(
         self,
         fd: int,
@@ -193,7 +189,8 @@ class Arrival:
             left_out.clear()
             tell_again()
             self.heap.describe_as_here()
-            self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
+            self.left_before: dict[str, LeftOut] = self.heap.left
+            self.known_before = len(self.heap.objects)
             self.names_before = {**self._namespace}
             self.keys_before = keys_without_a_name(self._namespace)
             self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
@@ -622,9 +619,8 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
         wrapped = arrival.contents["wrapped"]
         settle(new, shares, arrival.place, without_gpu=without_gpu, wrapped=wrapped)
         if arrival.place is not None and not without_gpu:
-            for by, n, names in arrival.contents[
-                "again"
-            ]:  # all ranks in one order: they meet in it
+            # all ranks in one order: they meet in it
+            for by, n, names in arrival.contents["again"]:
                 arrival.bind(names, wrap_again(builder.made[by], builder.made[n]))
     except Exception as error:
         raise CaptureError(

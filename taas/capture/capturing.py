@@ -364,9 +364,8 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
     if needs.binds is None or not unknown:
         return
     functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
-    made = needs.binds.union(
-        *(global_names(function.__code__) for function in functions)
-    )  # ``global name``
+    # a function of the notebook may bind one by ``global name``
+    made = needs.binds.union(*(global_names(function.__code__) for function in functions))
     for name in unknown:
         if name not in made:
             raise HeaderError(

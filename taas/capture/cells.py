@@ -105,9 +105,8 @@ def is_of_ipython(name: str, value: Any) -> bool:
     if name == "get_ipython":
         return isinstance(value, types.MethodType) and value.__self__ is shell
     if name == "open":
-        home = getattr(value, "__globals__", {}).get(
-            "__name__"
-        )  # its ``__module__`` is that of Python's
+        # its ``__module__`` is that of Python's
+        home = getattr(value, "__globals__", {}).get("__name__")
         return home == "IPython.core.interactiveshell"
     bound = _bound_by(shell, name)
     return value is bound or (type(value) is str and value == bound)
@@ -247,9 +246,8 @@ def dress(
 ) -> None:
     """Give a rank's shell the notebook's history and magics; ``own`` names keep their values."""
     for name in extensions:
-        with contextlib.suppress(
-            ImportError
-        ):  # its magic is not found, which is said where it is used
+        # its magic is not found, which is said where it is used
+        with contextlib.suppress(ImportError):
             shell.extension_manager.load_extension(name)
     for name, function in beside.items():
         if not name.startswith(MAGIC):

@@ -231,9 +231,8 @@ def _is_made_by_python(cls: type, name: str) -> bool:
 def read_class(cls: type) -> Reading | None:
     """Read a class with all its attributes as its state; None for one that goes by reference."""
     if isinstance(cls.__module__, str) and cls.__module__ not in sys.modules:
-        import_or_stand_in(
-            cls.__module__
-        )  # its public name, which nobody has used yet (``numpy.rec``)
+        # its public name, which nobody has used yet (``numpy.rec``)
+        import_or_stand_in(cls.__module__)
     reduced = _cloudpickle._class_reduce(cls)
     if not isinstance(reduced, tuple):
         return None

@@ -29,12 +29,10 @@ _A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_
 _LEFT_BY_LIBRARIES = {
     "CUDA_MODULE_LOADING": re.compile("LAZY"),  # torch up to 2.8, when CUDA is initialised
     "TORCHINDUCTOR_CACHE_DIR": re.compile(r".*/torchinductor_[^/]*"),  # torch.compile
-    "TRITON_CACHE_DIR": re.compile(
-        r".*/triton/\d+"
-    ),  # torch.compile; the number is the rank's device
-    "WANDB_SERVICE": re.compile(
-        r"\d+-\d+-(unix|tcp)-.*"
-    ),  # wandb's service, which a process starts for itself
+    # torch.compile; the number is the rank's device
+    "TRITON_CACHE_DIR": re.compile(r".*/triton/\d+"),
+    # wandb's service, which a process starts for itself
+    "WANDB_SERVICE": re.compile(r"\d+-\d+-(unix|tcp)-.*"),
 }
 """What libraries write themselves: each process writes it anew, and what a user has set looks
 otherwise.
@@ -69,9 +67,8 @@ def sendable_variables() -> tuple[dict[str, str], list[str]]:
     environ = {
         n: value for n, value in os.environ.items() if is_utf8(n + value) and n not in of_here
     }
-    if text := environ.get(
-        "PYTHONPATH"
-    ):  # the forkserver, which reads it, stands in another folder
+    # the forkserver, which reads it, stands in another folder
+    if text := environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] = absolute_import_path(text)
     left_out = os.environ.keys() - environ.keys() - {*changed}
     return environ, [ascii(name)[1:-1] for name in os.environ if name in left_out]
@@ -143,9 +140,8 @@ def _is_of_rank(path: str, since: int) -> bool:
             visit.connect(path)
         except ConnectionRefusedError:  # its process is gone
             return True
-        except (
-            OSError
-        ):  # served, by somebody who speaks otherwise, is busy, or lets this user not in
+        except OSError:
+            # served, by somebody who speaks otherwise, is busy, or lets this user not in
             return False
     return False
 

@@ -514,10 +514,11 @@ def _has_identity(kind: str, value: Any) -> bool:
     """Tell whether an object is known by which one it is; of plain values, only None."""
     if kind == "atom":
         return value is None or type(value) is types.CodeType
+    # "same": it is another object here, which has a number of its own
     return kind not in (
         "memory",
         "same",
-    )  # the latter is another one here, which has a number of its own
+    )
 
 
 def _has_told_state(state: State | None) -> bool:

@@ -180,9 +180,8 @@ class Held:
         ids = {
             id(kept.objects[n]): n
             for n in numbers
-            if not is_constant(
-                kept.objects[n], kept.states[n]
-            )  # all tensors have torch.float32 in common
+            # all tensors have torch.float32 in common
+            if not is_constant(kept.objects[n], kept.states[n])
         }
         shared, regions = set[int](), set[int]()
         for n in range(len(kept.objects), len(heap.objects)):

@@ -87,9 +87,8 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
     optimizer.__dict__.update(*state, **own)
     if step is not None:
         optimizer.step = step
-    if (
-        "_zero_grad_profile_name" in optimizer.__dict__
-    ):  # that method sets it; some wrappers never called it
+    # ``_patch_step_function`` sets it, which some wrappers never called
+    if "_zero_grad_profile_name" in optimizer.__dict__:
         optimizer._patch_step_function()
     _rebuilt.add(optimizer)
 
@@ -164,9 +163,8 @@ def _read_references(references: Any) -> Reading:
 
 def _set_shared(references: Any, state: tuple[bool]) -> None:
     if state[0]:
-        references.referenced_blocks.append(
-            weakref.ref(_set_shared)
-        )  # it stands for frames of the notebook
+        # it stands for frames of the notebook
+        references.referenced_blocks.append(weakref.ref(_set_shared))
 
 
 # ---------------------------------------------------------------- traits: widgets

@@ -103,9 +103,8 @@ class MemoryRange:
     storage: Any = None  # over all of it
     buffer: memoryview | None = None
     spans: list[Span] = field(default_factory=list)  # the used parts
-    tensors: list[Any] = field(
-        default_factory=list
-    )  # on it: their version counters learn of a change
+    # those on it: their version counters learn of a change
+    tensors: list[Any] = field(default_factory=list)
 
     def as_buffer(self) -> memoryview:
         """Return what arrays are made on, the same one each time: it is their base."""
@@ -410,9 +409,8 @@ class MemorySnapshot:
         ]
         self._watch: Watch = Watch(large, NAME, before._watch if before is not None else None)
         self._watched: dict[int, list[Span]] = {n: [] for n in self._stretches}  # by address
-        self._rest: dict[int, list[Span]] = {
-            n: [] for n in self._stretches
-        }  # the edges of watched pages, too
+        # the edges of watched pages, too
+        self._rest: dict[int, list[Span]] = {n: [] for n in self._stretches}
         for n, address, (start, end) in spans:
             inner = self._watch.inner.get((address + start, address + end))
             if inner is None:

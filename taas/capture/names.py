@@ -46,23 +46,18 @@ _NONE: _Names = frozenset()
 class Needs:
     """Names of the namespace that a cell needs."""
 
-    sure: set[str] = field(
-        default_factory=set
-    )  # read before they are bound, in a straight line at the top
+    # read before they are bound, in a straight line at the top of the cell
+    sure: set[str] = field(default_factory=set)
     maybe: set[str] = field(default_factory=set)  # possibly read before they are bound
-    bound: dict[str, frozenset[str]] = field(
-        default_factory=dict
-    )  # by name: surely bound when it is read
-    others: set[str] = field(
-        default_factory=set
-    )  # meant perhaps: the cell makes texts and looks them up
+    # by name, what is surely bound when it is read
+    bound: dict[str, frozenset[str]] = field(default_factory=dict)
+    # meant perhaps: the cell makes texts and looks them up
+    others: set[str] = field(default_factory=set)
     built: str = ""  # where it does so
-    words: set[str] = field(
-        default_factory=set
-    )  # names, attributes and magics that occur in the cell at all
-    binds: set[str] | None = (
-        None  # may be bound; None if any may be, as the code does not say (a star, ``exec``)
-    )
+    # all names, attributes and magics in the cell
+    words: set[str] = field(default_factory=set)
+    # may be bound; None if any may be, as the code does not say (a star, ``exec``)
+    binds: set[str] | None = None
 
 
 def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
@@ -95,9 +90,8 @@ class _Reader(ast.NodeVisitor):
         self._namespace = namespace
         self._unsure = 0  # blocks around, and places above that may have raised
         self._bound = _NONE  # surely, by now
-        self._later: dict[
-            str, _Names
-        ] = {}  # what functions and classes of the cell read when they run
+        # what functions and classes of the cell read when they run
+        self._later: dict[str, _Names] = {}
         self._texts = _Texts()
 
     def read(self, code: str) -> None:
@@ -350,9 +344,8 @@ class _Reader(ast.NodeVisitor):
             self._bound &= before
         self._bound, self.touched = before, touched
         if node.decorator_list or node.keywords:
-            self._use(
-                self._later[node.name]
-            )  # a decorator or a metaclass may call its methods at once
+            # a decorator or a metaclass may call its methods at once
+            self._use(self._later[node.name])
         self._bind(node.name)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
@@ -464,10 +457,8 @@ def _uses_names(cls: type) -> bool:
 def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
     """Return the words of annotations that are texts; ``get_type_hints`` looks them up."""
     is_class = isinstance(code, type)
-    if sys.version_info >= (
-        3,
-        14,
-    ):  # code makes them, where somebody asks; asking a class leaves a mark in it
+    # a function makes them where somebody asks; asking a class leaves a mark in it
+    if sys.version_info >= (3, 14):
         by_class = vars(code).get("__annotate_func__")
         annotate = by_class if is_class else getattr(code, "__annotate__", None)
         if isinstance(annotate, types.FunctionType):

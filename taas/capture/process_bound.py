@@ -437,9 +437,8 @@ class Fit(NamedTuple):
     """How what travels fits a run."""
 
     lines: list[str]  # for the user
-    useless: dict[
-        str, str
-    ]  # what has a part with which ranks can do nothing, by name: which part, and why
+    # what has a part with which ranks can do nothing, by name: which part, and why
+    useless: dict[str, str]
     wraps: bool  # modules are wrapped again, by the cell or by an object that it has
     again: list[Again]  # what is wrapped again before the cell runs
 

@@ -57,9 +57,8 @@ def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
     states = {name: state for name, state in states.items() if state is not None}
     if "random" in states:
         random.setstate(states["random"])
-    if (
-        "numpy seed" in states and "numpy" in sys.modules
-    ):  # its random part is loaded at the first use
+    # its random part is loaded at the first use
+    if "numpy seed" in states and "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(states["numpy seed"])
     if "numpy" in states and (numpy := _having("numpy.random", "set_state")) is not None:
         name, keys, *rest = states["numpy"]
@@ -80,9 +79,8 @@ def _set_cuda_state(torch: Any, data: bytes) -> None:
     def set_own() -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
 
-    def set_all() -> (
-        None
-    ):  # inside torch's lock: nothing may ask for it again; who initialises does not
+    # inside torch's lock: nothing may ask for it again; who initialises does not
+    def set_all() -> None:
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
         set_own()

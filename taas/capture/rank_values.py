@@ -57,9 +57,8 @@ def rank_values(
     """
     cells = typed_cells()
     running = max(len(cells) - 1, 0)
-    bound_by: dict[
-        str, set[str] | None
-    ] = {}  # each cell is read once, however many names there are
+    # each cell is read once, however many names there are
+    bound_by: dict[str, set[str] | None] = {}
     for name, (number, asked) in [*_known.items()]:
         holds = id(namespace.get(name, _known)) == number
         for cell in cells[asked:running]:

@@ -209,9 +209,8 @@ class Reader:
         return read_class(cls)
 
     def _function(self, function: types.FunctionType) -> Reading | None:
-        if (
-            function.__globals__ is not self.namespace and "__name__" in function.__globals__
-        ):  # not a dict that ``exec`` was given
+        # not a dict that ``exec`` was given
+        if function.__globals__ is not self.namespace and "__name__" in function.__globals__:
             self.modules.add(function.__globals__["__name__"])
             reading = read_of_module(function)
             if reading is not None or goes_by_name(function):

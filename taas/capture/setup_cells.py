@@ -93,9 +93,8 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
                 code = compile(cell.text, cell.file, "exec", flags, dont_inherit=True)
                 exec(code, namespace)  # noqa: S102  the user's own
         except Exception as error:
-            error.__traceback__ = (
-                error.__traceback__ and error.__traceback__.tb_next
-            )  # from the cell's line on
+            # from the cell's line on
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             raise _failed(cell, error) from error
         # Only now: a rank that stays runs a cell again that failed, or was interrupted.
         _done.add(cell.run)

@@ -126,9 +126,8 @@ def _read_tensor(tensor: torch.Tensor) -> Reading | None:
         if (storage := storage_of(tensor)) is None:
             return _read_other_tensor(tensor)
         if hasattr(tensor, "_fsdp_flattened") or hasattr(tensor._base, "_fsdp_flattened"):
-            raise pickle.PicklingError(
-                ONLY_A_SHARD
-            )  # FSDP1 has put it in a parameter's place, or nothing
+            # FSDP1 has put it in a parameter's place, or nothing
+            raise pickle.PicklingError(ONLY_A_SHARD)
         memory = memory_of_storage(storage)
         memory.spans.append(span_of(tensor))
         memory.tensors.append(tensor)
@@ -337,9 +336,8 @@ def _memory_of(array: Any, root: Any) -> MemoryRange | None:
     raw = root.base.obj if type(root.base) is memoryview else root.base
     if is_tensor(root.base) and root.base.device.type == "cpu":
         memory = memory_of_storage(root.base.untyped_storage())
-    elif isinstance(raw, ctypes.Array) and hasattr(
-        raw, "owner"
-    ):  # it came, and may be more than is used
+    elif isinstance(raw, ctypes.Array) and hasattr(raw, "owner"):
+        # it came, and may be more than is used
         memory = MemoryRange(ctypes.addressof(raw), ctypes.sizeof(raw), raw)
     else:
         first, last = _reach(root)
