@@ -103,14 +103,14 @@ def registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]
     """Return the registered loaders in order, named as ``namespace`` names them now."""
     named: list[Registration] = []
     taken = {entry.name for entry in _registry.values() if entry.name is not None}
-    for number, (loader, given, *_) in enumerate(_registry.values()):
-        variable = _variable_of(loader, namespace)
+    for number, entry in enumerate(_registry.values()):
+        variable = _variable_of(entry.loader, namespace)
         free = (f"loader_{count}" for count in itertools.count(number))
-        name = given or next(
+        name = entry.name or next(
             name for name in itertools.chain([variable], free) if name and name not in taken
         )
         taken.add(name)
-        named.append(Registration(name, loader, variable))
+        named.append(Registration(name, entry.loader, variable))
     return named
 
 
@@ -123,8 +123,7 @@ def _variable_of(loader: Any, namespace: Mapping[str, Any] | None = None) -> str
     return None
 
 
-# ── checks
-# ────────────────────────────────────────────────────────────────────────────────────────────
+# ---------------------------------------------------------------- checks
 
 
 def _check_name(name: Any, replaced: Collection[int]) -> None:

@@ -191,10 +191,8 @@ class _Incoming:
             applied.shares = named_shares(
                 applied.rebound, self._namespace, self._heap, applied.ranks
             )
-        applied.there, applied.wrapped = (
-            contents["there"],
-            [*contents["wrapped"], *contents["sharded"]],
-        )
+        applied.there = contents["there"]
+        applied.wrapped = [*contents["wrapped"], *contents["sharded"]]
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
         applied.own = [*contents["own"], *unbound]
         applied.numbers = {*contents["states"], *changed}

@@ -449,10 +449,7 @@ class CellChanges:
         ]
         if not wrappers:
             return []
-        holders: dict[int, list[int]] = {}
-        for n, state in enumerate(heap.states):
-            for child in (state or NO_STATE)[2]:
-                holders.setdefault(child, []).append(n)
+        held_by = heap.holders(range(len(heap.states)))
         named = {*self._roots.values()}
         found: list[tuple[int | None, int, str]] = []
         for wrapper in wrappers:
@@ -460,7 +457,7 @@ class CellChanges:
             reached = [wrapper]
             for n in reached:  # grows
                 found += [(None, *what)] if n in named else []
-                for holder in {*holders.get(n, ())} - {NAMESPACE, *reached}:
+                for holder in {*held_by.get(n, ())} - {NAMESPACE, *reached}:
                     if is_container(heap.objects[holder]):
                         reached.append(holder)
                     elif not renews(heap.objects[holder]):

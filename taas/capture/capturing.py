@@ -109,12 +109,8 @@ class Capture:
 
     def kept(self) -> Kept:
         """Return what ranks that stay hold, for the next capture. Call it after :meth:`apply`."""
-        namespace, project, held, applied = (
-            self._described.namespace,
-            self._described.project,
-            self._held,
-            self._applied,
-        )
+        namespace, project = self._described.namespace, self._described.project
+        held, applied = self._held, self._applied
         if applied is None:
             return Kept(namespace, names=dict.fromkeys({*self.names, *held.names}, UNSURE))
         with no_collection():
@@ -142,8 +138,9 @@ class Capture:
         fit = fit_of(self.heap, roots, delivered, size, words, wrapping, keep=keep)
         if fit.useless:
             sure = surely_read(needs.sure, described.roots, self.heap, words)
-            for why in (why for name, why in fit.useless.items() if name in sure):
-                raise CaptureError(f"{why} Nothing was started.")
+            needed = [why for name, why in fit.useless.items() if name in sure]
+            if needed:
+                raise CaptureError(f"{needed[0]} Nothing was started.")
         self._unfit += dict.fromkeys(fit.useless.values())
         self._unfit += fit.lines
         self._wraps = fit.wraps

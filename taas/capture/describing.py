@@ -99,10 +99,8 @@ class Described:
                     needs.built = needs.built or used.removeprefix(ANY)
                     needs.others |= users_names(namespace).keys() - bound[name]
                 elif used in namespace and not is_of_ipython(used, namespace[used]):
-                    before, bound[used] = (
-                        bound.get(used),
-                        bound[name] & bound.get(used, bound[name]),
-                    )
+                    before = bound.get(used)
+                    bound[used] = bound[name] & bound.get(used, bound[name])
                     waiting += [used] if bound[used] != before else []
         if for_data:
             self._pack_for_data()

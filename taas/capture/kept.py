@@ -49,11 +49,8 @@ class Kept:
         applied = applied or Applied()
         self.is_known = names is not None  # else ranks may hold what nobody here knows of
         self.names, self.cells, self.project = names or {}, len(typed_cells()), project
-        self.own, self.wrapped, self.places = (
-            frozenset(own),
-            frozenset(applied.wrapped),
-            places or {},
-        )
+        self.own, self.wrapped = frozenset(own), frozenset(applied.wrapped)
+        self.places = places or {}
         self.all = {**self.places, **self.names}
         self.heap = heap or Heap(Reader(namespace), [namespace])
         self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
@@ -104,8 +101,8 @@ class Held:
 
     One holds if the notebook has neither rebound it nor changed what is in it.
 
-    A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. Nor
-    does what is to travel ``anew``.
+    What is to travel ``anew`` does not hold, nor does any name with it inside. A name that does not
+    hold travels, if the cell needs it; else it is deleted in the ranks.
     """
 
     def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:

@@ -259,7 +259,7 @@ def import_or_stand_in(name: str) -> types.ModuleType:
         return found or MissingModule(name, error.with_traceback(_in_module(error.__traceback__)))
 
 
-_TAAS = f"{os.path.dirname(os.path.dirname(__file__))}/"  # noqa: PTH120
+_TAAS = f"{Path(__file__).parents[1]}/"
 
 
 def _in_module(tb: types.TracebackType | None) -> types.TracebackType | None:
