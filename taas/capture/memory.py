@@ -62,7 +62,7 @@ class Patch(NamedTuple):
     offset: int
 
 
-class Place(NamedTuple):
+class RegionPlace(NamedTuple):
     """Where the sender of a file has a region, or a part of it that begins at ``start``."""
 
     address: int
@@ -71,7 +71,7 @@ class Place(NamedTuple):
     start: int
 
 
-def find_place(places: list[Place], address: int, nbytes: int) -> tuple[int, int] | None:
+def find_place(places: list[RegionPlace], address: int, nbytes: int) -> tuple[int, int] | None:
     """Return the region, and the offset in it, of some memory; None if no sorted place has it."""
     at = bisect.bisect(places, (address, sys.maxsize)) - 1
     if at < 0:
@@ -81,7 +81,7 @@ def find_place(places: list[Place], address: int, nbytes: int) -> tuple[int, int
     return (place.region, place.start + inside) if inside + nbytes <= place.nbytes else None
 
 
-def overlapping(places: list[Place], address: int, nbytes: int) -> Iterator[int]:
+def overlapping(places: list[RegionPlace], address: int, nbytes: int) -> Iterator[int]:
     """Yield the regions that have some of a memory, of sorted places."""
     at = max(bisect.bisect(places, (address, sys.maxsize)) - 1, 0)
     while at < len(places) and places[at].address < address + nbytes:
@@ -170,7 +170,7 @@ class SentMemory:
     """
 
     def __init__(
-        self, memories: Iterable[MemoryRange], known: Iterable[Place] = (), first: int = 0
+        self, memories: Iterable[MemoryRange], known: Iterable[RegionPlace] = (), first: int = 0
     ) -> None:
         self._known, self.first = sorted(known), first
         lacking = (m for m in memories if find_place(self._known, m.address, m.nbytes) is None)
@@ -202,11 +202,10 @@ class SentMemory:
             start = offset + nbytes
         return start
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[RegionPlace]:
         """Return where this process has all regions that the receiver will know."""
-        return sorted(
-            [*self._known, *(Place(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())]
-        )
+        new = (RegionPlace(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())
+        return sorted([*self._known, *new])
 
     def write(self, fd: int) -> None:
         """Write the used parts of all memory; a device's goes through host memory."""
@@ -276,12 +275,12 @@ class Stretch:
         ]
         return (copies[-1].data_ptr() if copies else self.address), copies
 
-    def places(self, region: int) -> Iterator[Place]:
+    def places(self, region: int) -> Iterator[RegionPlace]:
         """Yield where it is; storages on a device have places of their own."""
-        yield Place(self.address, self.nbytes, region, 0)
+        yield RegionPlace(self.address, self.nbytes, region, 0)
         for (start, nbytes), storage in self.storages.items():
             if storage.device.type != "cpu" and nbytes:
-                yield Place(storage.data_ptr(), nbytes, region, start)
+                yield RegionPlace(storage.data_ptr(), nbytes, region, start)
 
     def patch(self, patch: Patch, fd: int) -> str | None:
         """Write changed bytes into it; return why not, or None."""
@@ -323,7 +322,7 @@ class MemoryTable:
     def __init__(
         self,
         stretches: dict[int, Stretch],
-        places: Iterable[Place],
+        places: Iterable[RegionPlace],
         lacking: Mapping[int, str] | None = None,
     ) -> None:
         self.stretches, self._places = stretches, sorted(places)
@@ -348,7 +347,7 @@ class MemoryTable:
         places = self.places()
         return {n for memory in memories for n in overlapping(places, *memory)}
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[RegionPlace]:
         """Return where all of it is in this process."""
         there = [(n, stretch) for n, stretch in self.stretches.items() if stretch.is_there()]
         return sorted(place for n, stretch in there for place in stretch.places(n))

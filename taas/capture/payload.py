@@ -36,8 +36,8 @@ from taas.capture.memory import (
     NAME,
     MemoryTable,
     Patch,
-    Place,
     Region,
+    RegionPlace,
     SentMemory,
     Stretch,
     new_memory,
@@ -75,7 +75,8 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
     contents: int  # their length in bytes
     first_region: int
     regions: tuple[Region, ...]
-    places: tuple[Place, ...]  # where the sender has the regions, those of the payload included
+    # where the sender has the regions, those of the payload included
+    places: tuple[RegionPlace, ...]
     patches: tuple[Patch, ...] = ()  # in an answer, changes of the payload's memory
 
 
