@@ -443,6 +443,26 @@ class Fit(NamedTuple):
     again: list[Again]  # what is wrapped again before the cell runs
 
 
+class _Found(NamedTuple):
+    """What :func:`fit_of` looks through."""
+
+    heap: Any
+    roots: dict[str, int]  # the numbers of names
+    asked: set[int]  # objects of libraries, which may not fit
+    # What makes anew, or only lists, the loaders and models in it; and delivered loaders. What only
+    # these have is not looked at.
+    opaque: set[int]
+    inside: set[int]  # all that the names have otherwise
+
+    def objects(self) -> Iterator[Any]:
+        """Yield the objects that the names have."""
+        return (self.heap.objects[n] for n in self.inside)
+
+    def names_with(self, numbers: set[int]) -> list[str]:
+        """Return the names that have any of some objects, otherwise than in what is opaque."""
+        return _names_with(numbers, self.heap, self.roots, self.opaque)
+
+
 def fit_of(
     heap: Any,
     roots: dict[str, int],
@@ -451,7 +471,7 @@ def fit_of(
     words: Collection[str],
     wrapping: Wrapping,
     *,
-    keep: bool = False,
+    keep: bool,
 ) -> Fit:
     """Say what of a notebook's objects, under some names, does not fit a run of ``size`` ranks.
 
@@ -464,11 +484,24 @@ def fit_of(
     asked = {n for n in reached if type(heap.objects[n]) in kinds}
     renewing = {n for n in asked if libraries.renews(heap.objects[n])}
     opaque = renewing | {n for n in reached if id(heap.objects[n]) in delivered}
-    inside = heap.reached(roots.values(), opaque)
+    found = _Found(heap, roots, asked, opaque, heap.reached(roots.values(), opaque))
     fit = Fit([], {}, wrapping.any or bool(renewing), [])
-    here = f"this cell has {size} ranks" if size > 1 else "this cell has one process"
+    _add_misfits(fit, found, size, words)
+    _add_shares(fit, found, size)
+    if size > 1:
+        # A cell that does not call ``backward`` may use methods that a wrapper hides.
+        _add_unwrapped(fit, found, wrapping, trains="backward" in words, keep=keep)
+    return fit
 
-    for n in sorted(asked & (inside | opaque)):
+
+def _cell_with(size: int) -> str:
+    return f"this cell has {size} ranks" if size > 1 else "this cell has one process"
+
+
+def _add_misfits(fit: Fit, found: _Found, size: int, words: Collection[str]) -> None:
+    """Add the objects of libraries that are of no use, or work alone, in such a run."""
+    heap, roots, here = found.heap, found.roots, _cell_with(size)
+    for n in sorted(found.asked & (found.inside | found.opaque)):
         reason = libraries.misfit(heap.objects[n], size, words)
         if reason is not None:
             why, advice = reason
@@ -482,65 +515,77 @@ def fit_of(
                 " it in this cell."
             )
 
+
+def _add_shares(fit: Fit, found: _Found, size: int) -> None:
+    """Add a line for the names that have a rank's share of data in a run of another size.
+
+    There is one for each such size; it leaves out the names that are of no use anyway.
+    """
     of_others: dict[int, set[int]] = {}
-    for value, _, of in shares_among(heap.objects[n] for n in inside):
+    for value, _, of in shares_among(found.objects()):
         if of != size:
-            of_others.setdefault(of, set()).add(heap.number[id(value)])
+            of_others.setdefault(of, set()).add(found.heap.number[id(value)])
     for of, numbers in of_others.items():
-        names = [
-            name for name in _names_with(numbers, heap, roots, opaque) if name not in fit.useless
-        ]
+        names = [name for name in found.names_with(numbers) if name not in fit.useless]
         if names:
             is_one = len(names) == 1
             fit.lines.append(
                 f"{', '.join(names)} {'is' if is_one else 'are'} rank 0's share of {of}, and"
-                f" {here}: make {'it' if is_one else 'them'} in this cell."
+                f" {_cell_with(size)}: make {'it' if is_one else 'them'} in this cell."
             )
-    if size > 1:
-        known = _known_by_accelerators(heap, opaque, inside)
-        trains = "backward" in words  # a cell that does not may use methods that a wrapper hides
-        if trains:
-            fit.again.extend(_wrapped_again(heap, roots, inside, known, wrapping))
-        done = {one.module for one in fit.again}
-        missing = _without_wrapper(heap, roots, inside, opaque, wrapping, keep=keep)
-        for n, path, why in missing:
-            if n not in done and n in known and trains:
-                fit.useless.update(
-                    dict.fromkeys(_names_with({n}, heap, roots, opaque), f"{path} {why}")
-                )
-            elif n not in done:
-                fit.lines.append(f"{path} {why}")
-    return fit
 
 
-def _known_by_accelerators(heap: Any, opaque: set[int], inside: set[int]) -> dict[int, int]:
+def _add_unwrapped(
+    fit: Fit, found: _Found, wrapping: Wrapping, *, trains: bool, keep: bool
+) -> None:
+    """Add the models that lack their wrapper: to be wrapped again, useless, or worth a line.
+
+    Where the cell ``trains``, a model that an Accelerator has prepared would train alone in each
+    rank: its Accelerator wraps it again, else it is of no use.
+    """
+    known = _known_by_accelerators(found)
+    if trains:
+        fit.again.extend(_wrapped_again(found, known, wrapping))
+    done = {one.module for one in fit.again}
+    for n, path, why in _without_wrapper(found, wrapping, keep=keep):
+        if n in done:
+            continue
+        if n in known and trains:
+            fit.useless.update(dict.fromkeys(found.names_with({n}), f"{path} {why}"))
+        else:
+            fit.lines.append(f"{path} {why}")
+
+
+def _known_by_accelerators(found: _Found) -> dict[int, int]:
     """Return which models an Accelerator has prepared, and which one, by numbers."""
-    found = {}
-    for by in sorted(opaque):
-        for model in libraries.models_of(heap.objects[by]):
-            n = heap.number.get(id(model))
-            if n in inside:
-                found[n] = by
-    return found
+    known = {}
+    for by in sorted(found.opaque):
+        for model in libraries.models_of(found.heap.objects[by]):
+            n = found.heap.number.get(id(model))
+            if n in found.inside:
+                known[n] = by
+    return known
 
 
-def _wrapped_again(
-    heap: Any, roots: dict[str, int], inside: set[int], known: dict[int, int], wrapping: Wrapping
-) -> Iterator[Again]:
+def _wrapped_again(found: _Found, known: dict[int, int], wrapping: Wrapping) -> Iterator[Again]:
     """Yield the models that their Accelerator can surely wrap again.
 
-    Only names hold them, and these had the wrapper.
-
-    Optimizers hold their parameters, which a wrapper does not change.
+    Only names hold them, and these had the wrapper. (Optimizers hold their parameters, which a
+    wrapper does not change.)
     """
+    heap, roots = found.heap, found.roots
     for n, by in known.items():
-        one = _unwrapped.get((id(None), id(heap.objects[n])))
+        model = heap.objects[n]
+        one = _unwrapped.get((id(None), id(model)))
         if one is None or one.wrapper != "DistributedDataParallel":
             continue
-        own = heap.reached([n])
-        is_held = any(n in (heap.states[m] or ((), (), ()))[2] for m in inside - own)
-        names = [name for name in roots if name in _named and _named[name]() is heap.objects[n]]
-        names = [name for name in names if roots[name] == n]
+        others = found.inside - heap.reached([n])
+        is_held = any(n in (heap.states[m] or ((), (), ()))[2] for m in others)
+        names = [
+            name
+            for name in roots
+            if roots[name] == n and name in _named and _named[name]() is model
+        ]
         if names and not is_held and not any(map(wrapping.may_wrap, names)):
             yield Again(by, n, names)
 
@@ -555,38 +600,25 @@ def _names_with(
 
 
 def _without_wrapper(
-    heap: Any,
-    roots: dict[str, int],
-    inside: set[int],
-    opaque: set[int],
-    wrapping: Wrapping,
-    *,
-    keep: bool,
+    found: _Found, wrapping: Wrapping, *, keep: bool
 ) -> Iterator[tuple[int, str, str]]:
     """Yield each module that lacks a wrapper which the code does not give it.
 
     That is its number, where it is, and what to do.
     """
-    ids = {id(heap.objects[n]) for n in inside}
+    heap = found.heap
+    ids = {id(value) for value in found.objects()}
     advice = "and these ranks keep it wrapped" if keep else "or use --keep"
     missing = [
         (value, f"came back without its {wrapper}: wrap it again in this cell, {advice}.")
         for value, wrapper in unwrapped_among(ids)
     ]
-    missing += [
-        (
-            model,
-            (
-                "was prepared by accelerate for one process: call prepare again in this cell to"
-                " train it."
-            ),
-        )
-        for model in libraries.prepared_models([heap.objects[n] for n in inside])
-    ]
+    prepared = (
+        "was prepared by accelerate for one process: call prepare again in this cell to train it."
+    )
+    missing += [(model, prepared) for model in libraries.prepared_models([*found.objects()])]
     for value, why in missing:
         n = heap.number[id(value)]
-        found = heap.way_to({n}, roots)
-        if found is not None and not any(
-            map(wrapping.may_wrap, _names_with({n}, heap, roots, opaque))
-        ):
-            yield n, found[0], why
+        way = heap.way_to({n}, found.roots)
+        if way is not None and not any(map(wrapping.may_wrap, found.names_with({n}))):
+            yield n, way[0], why
