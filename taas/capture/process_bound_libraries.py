@@ -73,10 +73,13 @@ def needed_beside(value: Any) -> Any:
     return _state_of_process[0]
 
 
-def _classes(name: str) -> tuple[type, ...]:
-    """Return the class of a full name, if it is imported; Fabric is in two packages."""
-    names = ("lightning." + name, "lightning_" + name) if name.startswith("fabric.") else (name,)
-    found = (attribute_of(*one.rsplit(".", 1)) for one in names)
+def _classes(*names: str) -> tuple[type, ...]:
+    """Return the classes of full names that are imported; Fabric is in two packages."""
+    full: list[str] = []
+    for name in names:
+        is_fabric = name.startswith("fabric.")
+        full += ("lightning." + name, "lightning_" + name) if is_fabric else (name,)
+    found = (attribute_of(*one.rsplit(".", 1)) for one in full)
     return tuple(cls for cls in found if cls is not None)
 
 
@@ -102,11 +105,9 @@ def bound_reader(cls: Any) -> _ReaderOf | None:
     if issubclass(cls, _classes("accelerate.utils.operations.ConvertOutputsToFp32")):
         return read_plain  # a part of a prepared model, which refuses to be pickled
     nets = _classes("skorch.net.NeuralNet")
-    return (
-        read_plain
-        if nets and issubclass(cls, nets) and cls.__getstate__ is nets[0].__getstate__
-        else None
-    )
+    if nets and issubclass(cls, nets) and cls.__getstate__ is nets[0].__getstate__:
+        return read_plain
+    return None
 
 
 def _read_without(value: Any, left: tuple[str, ...]) -> Reading:
@@ -342,13 +343,13 @@ _RENEW = (
     "fabric.wrappers._FabricModule",
     "skorch.hf.AccelerateMixin",
 )
-
-
+"""Classes whose objects :func:`renews` knows."""
 _REFUSED = (
     "accelerate.data_loader.DataLoaderShard",
     "fabric.fabric.Fabric",
     "torch.distributed.optim.ZeroRedundancyOptimizer",
 )
+"""Classes whose objects :func:`misfit` knows beside these."""
 
 
 def kinds_asked(kinds: Iterable[type]) -> set[type]:
@@ -356,7 +357,7 @@ def kinds_asked(kinds: Iterable[type]) -> set[type]:
 
     A notebook may have a million objects of other classes, and each question costs microseconds.
     """
-    known = tuple(cls for name in (*_RENEW, *_REFUSED) for cls in _classes(name))
+    known = _classes(*_RENEW, *_REFUSED)
     return {cls for cls in kinds if issubclass(cls, known)}
 
 
@@ -369,11 +370,9 @@ def renews(value: Any) -> bool:
 
 
 def models_of(value: Any) -> list[Any]:
-    """Return the models that an Accelerator has prepared and can prepare again.
+    """Return the models that an Accelerator has prepared and can wrap again.
 
-    For any other object there are none.
-
-    What it has compiled beside is not only wrapped.
+    For any other object there are none, nor for one that compiles models, too.
     """
     if not of_kind("accelerate.accelerator.Accelerator", [value]):
         return []
@@ -400,17 +399,12 @@ def misfit(value: Any, size: int, words: Collection[str]) -> tuple[str, str] | N
     ``words`` are those of the code that runs: what it prepares again is of use.
     """
     if of_kind("accelerate.data_loader.DataLoaderShard", [value]):
-        undivided = size > 1 and "prepare" not in words and not _is_divided(value)
-        return (
-            ("was prepared by accelerate for one process", "call prepare again")
-            if undivided
-            else None
-        )
+        if size > 1 and "prepare" not in words and not _is_divided(value):
+            return "was prepared by accelerate for one process", "call prepare again"
+        return None
     if of_kind("fabric.fabric.Fabric", [value]) and (of := _processes_of(value._strategy)) != size:
-        return (
-            f"is a Fabric for {of} processes" if of > 1 else "is a Fabric for one process",
-            "make it",
-        )
+        processes = f"{of} processes" if of > 1 else "one process"
+        return f"is a Fabric for {processes}", "make it"
     if size > 1 and not _TRAINS.isdisjoint(words) and is_lone_trainer(value):
         return "is a Trainer for one process", "make it"
     if of_kind("torch.distributed.optim.ZeroRedundancyOptimizer", [value]):
@@ -421,7 +415,10 @@ def misfit(value: Any, size: int, words: Collection[str]) -> tuple[str, str] | N
     return None
 
 
-_OF_ONE_DEVICE = "strategies.single_device.SingleDeviceStrategy"
+_OF_ONE_DEVICE = (
+    "lightning.pytorch.strategies.single_device.SingleDeviceStrategy",
+    "pytorch_lightning.strategies.single_device.SingleDeviceStrategy",
+)
 _TRAINS = frozenset({"fit", "lr_find", "scale_batch_size"})
 """What trains a model by a Trainer of Lightning."""
 
@@ -433,10 +430,8 @@ def is_lone_trainer(value: Any) -> bool:
     """
     if not any(of_kind(name, [value]) for name in _TRAINERS):
         return False
-    of_one_device = _classes("lightning.pytorch." + _OF_ONE_DEVICE)
-    of_one_device += _classes("pytorch_lightning." + _OF_ONE_DEVICE)
     strategy = value.strategy
-    if isinstance(strategy, of_one_device):
+    if isinstance(strategy, _classes(*_OF_ONE_DEVICE)):
         return True
     return hasattr(strategy, "num_processes") and _processes_of(strategy) == 1
 
@@ -461,8 +456,8 @@ def _processes_of(strategy: Any) -> int:
 
 def _is_divided(loader: Any) -> bool:
     """Tell whether a loader that accelerate has prepared yields one rank's share."""
-    shards = _classes("accelerate.data_loader.BatchSamplerShard") + _classes(
-        "accelerate.data_loader.IterableDatasetShard"
+    shards = _classes(
+        "accelerate.data_loader.BatchSamplerShard", "accelerate.data_loader.IterableDatasetShard"
     )
     base = loader.base_dataloader
     parts = (base.batch_sampler, base.sampler, base.dataset)
