@@ -411,7 +411,7 @@ def _put_next_hook(hooks: Any, told: int) -> None:
 # ---------------------------------------------------------------- the table
 
 
-def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
+def _of_python(*, rank: bool) -> tuple[Row, ...]:
     return (
         Row(
             "decimal context",
@@ -453,6 +453,11 @@ def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
             lambda s: (s.getdefaulttimeout(),),
             lambda s, told: s.setdefaulttimeout(*told),
         ),
+    )
+
+
+def _of_other_libraries() -> tuple[Row, ...]:
+    return (
         Row(
             "truncated images",
             "PIL.ImageFile",
@@ -502,6 +507,11 @@ def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
             _show_figures,
         ),
         _options("settings of matplotlib", "matplotlib", _plot_settings, _put_plot_setting),
+    )
+
+
+def _of_torch(device: str | None) -> tuple[Row, ...]:
+    return (
         _setting("default dtype", "torch", "get_default_dtype", "set_default_dtype"),
         _setting("gradient mode", "torch", "is_grad_enabled", "set_grad_enabled"),
         _setting("anomaly detection", "torch", "is_anomaly_enabled", "autograd.set_detect_anomaly"),
@@ -622,7 +632,9 @@ def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
             only_back=True,
         ),
         _setting("recursion limit", "sys", "getrecursionlimit", "setrecursionlimit"),
-        *_of_libraries(device, rank=rank),
+        *_of_python(rank=rank),
+        *_of_other_libraries(),
+        *_of_torch(device),
         Row(
             "random numbers",
             "random",
