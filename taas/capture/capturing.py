@@ -28,7 +28,7 @@ from taas.capture.import_draws import known_modules
 from taas.capture.kept import NONE, UNSURE, Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import SentMemory
-from taas.capture.names import Needs, names_bound_by, needs_of
+from taas.capture.names import Needs, needs_of
 from taas.capture.payload import NoRoom, check_room, write_file
 from taas.capture.process_bound import (
     Again,
@@ -145,7 +145,7 @@ class Capture:
         self._unfit += fit.lines
         self._wraps = fit.wraps
         self._again = [one for one in fit.again if self._travels_whole(one)]
-        known = rank_values(described.namespace, names_bound_by)
+        known = rank_values(described.namespace)
         of_rank = [name for name in known if name in roots and not self._has_share(roots[name])]
         if of_rank and size > 1:
             advice = "and each of these ranks keeps its own" if keep else "or use --keep"

@@ -8,7 +8,6 @@ this name.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -225,6 +224,5 @@ def _bound_since(kept: Kept) -> set[str]:
     """
     found: set[str] = set()
     for cell in typed_cells()[kept.cells : -1]:
-        with contextlib.suppress(SyntaxError):
-            found |= names_bound_by(cell) or set()
+        found |= names_bound_by(cell) or set()
     return found

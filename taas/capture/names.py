@@ -76,8 +76,14 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
 
 
 def names_bound_by(cell: str) -> set[str] | None:
-    """Return the names that a cell may bind; None if any may be."""
-    return needs_of(cell, {}).binds
+    """Return the names that a cell may bind; None if any may be. One that is no Python binds none.
+
+    ``cell`` is the text as typed, or the Python of it.
+    """
+    try:
+        return needs_of(cell, {}).binds
+    except SyntaxError:
+        return set()
 
 
 class _Reader(ast.NodeVisitor):

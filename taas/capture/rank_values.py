@@ -12,11 +12,12 @@ import ast
 import contextlib
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from taas.capture.cells import python_of, typed_cells
 from taas.capture.code_by_value import words_in
+from taas.capture.names import names_bound_by
 from taas.import_hooks import attribute_of
 
 _RANK = frozenset({
@@ -48,13 +49,8 @@ def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
                 _known[name] = id(namespace[name]), len(typed_cells())
 
 
-def rank_values(
-    namespace: dict[str, Any], binds: Callable[[str], set[str] | None]
-) -> Iterator[str]:
-    """Yield the names whose value is still rank 0's.
-
-    ``binds`` returns the names that a cell may bind, None for any name.
-    """
+def rank_values(namespace: dict[str, Any]) -> Iterator[str]:
+    """Yield the names whose value is still rank 0's."""
     cells = typed_cells()
     running = max(len(cells) - 1, 0)
     # each cell is read once, however many names there are
@@ -63,7 +59,7 @@ def rank_values(
         holds = id(namespace.get(name, _known)) == number
         for cell in cells[asked:running]:
             if cell not in bound_by:
-                bound_by[cell] = _bound_by(cell, binds)
+                bound_by[cell] = names_bound_by(cell)
             bound = bound_by[cell]
             holds = holds and bound is not None and name not in bound
         if holds:
@@ -71,13 +67,6 @@ def rank_values(
             yield name
         else:
             del _known[name]
-
-
-def _bound_by(cell: str, binds: Callable[[str], set[str] | None]) -> set[str] | None:
-    try:
-        return binds(cell)
-    except SyntaxError:
-        return set()
 
 
 def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
