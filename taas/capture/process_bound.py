@@ -165,10 +165,13 @@ def _are_shares(cls: Any) -> bool:
 
 def shares_among(values: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
     """Yield what among some objects of a notebook is one rank's, which rank's, and of how many."""
+    asked: dict[type, bool] = {}  # a notebook may have a million objects, of few classes
     for value in values:
         known = _from_ranks.get(id(value)) if _from_ranks else None
-        cls: Any = type(value)
-        if (known is not None and known() is value) or _are_shares(cls):
+        cls = type(value)
+        if cls not in asked:
+            asked[cls] = _are_shares(cls)
+        if (known is not None and known() is value) or asked[cls]:
             found = pair_of(value)
             if found is not None:
                 yield value, *found[1:]
