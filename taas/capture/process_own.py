@@ -84,8 +84,9 @@ def tell_again(but: Collection[Any] = ()) -> None:
     if not left_attributes:
         return
     ids = {*map(id, but)}
-    for key in [key for key in left_attributes if key[0] not in ids]:
-        del left_attributes[key]
+    for key in [*left_attributes]:
+        if key[0] not in ids:
+            left_attributes.pop(key, None)  # its object may have ended meanwhile, and taken it out
 
 
 def tell_what_changed() -> None:
