@@ -144,12 +144,15 @@ def _check_name(name: Any, replaced: Collection[int]) -> None:
 
 
 def _check_iterable(loader: Any) -> None:
-    if not hasattr(type(loader), "__iter__"):
+    """Ask the loader's class, so that nothing is begun; not its metaclass, which may raise."""
+    from taas.capture.reading import attribute_of_class  # import taas stays quick
+
+    if attribute_of_class(type(loader), "__iter__") is None:
         raise RegistrationError(
             f"a {type(loader).__qualname__} cannot be iterated. Register the DataLoader, not its"
             " dataset or sampler"
         )
-    if hasattr(type(loader), "__next__"):  # asked of its type, so that nothing is begun
+    if attribute_of_class(type(loader), "__next__") is not None:
         raise RegistrationError(
             f"a {type(loader).__qualname__} is an iterator: it yields once and cannot begin anew on"
             " a data worker. Register the DataLoader (or the iterable) that it came from"

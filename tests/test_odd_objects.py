@@ -70,15 +70,17 @@ class Room(metaclass=Registry):
 
 class Hall(list, metaclass=Registry):
     pass
+
+class Door(metaclass=Registry):
+    def __reduce__(self):
+        return Door, ()
 """
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_object_travels_as_any_other(name: str, notebook: Notebook) -> None:
     """What its class does with unknown names harms nothing, now or in the next cell."""
-    rooms = notebook.folder / "rooms.py"
-    if not rooms.exists():
-        rooms.write_text(ROOMS)
+    _write_rooms(notebook)
     makes, cell, shown, looks = ODD[name]
     notebook.good("%load_ext taas" + makes)
     ran = notebook.good(TWO + cell)
@@ -87,6 +89,27 @@ def test_an_odd_object_travels_as_any_other(name: str, notebook: Notebook) -> No
     notebook.good(TWO + f"again = {shown}")
     assert notebook.value("*again") == looks
     notebook.good("for name in ('In', 'Out', 'rank'):\n    globals().pop(name, None)\ndel name")
+
+
+@pytest.mark.parametrize(
+    "made",
+    ["rooms.Hall([1])", "rooms.Door()", "[rooms.Door(), rooms.Door()]", "{'at': rooms.Door()}"],
+)
+def test_kept_ranks_hold_an_odd_object(made: str, notebook: Notebook) -> None:
+    """Its class is asked whether it can change, and not the metaclass that takes any name."""
+    _write_rooms(notebook)
+    head = "#pragma taas --gpus 2 --keep\n"
+    notebook.good(f"%load_ext taas\nimport rooms\nodd = {made}")
+    notebook.good(f"{head}here = odd; count = 1")
+    notebook.good(f"{head}count += 1; same = here is odd")
+    assert notebook.value("same, count, type(here) is type(odd)") == "True 2 True"
+    notebook.good("%taas release")
+
+
+def _write_rooms(notebook: Notebook) -> None:
+    rooms = notebook.folder / "rooms.py"
+    if not rooms.exists():
+        rooms.write_text(ROOMS)
 
 
 # what a notebook makes, with one object that is needed no more; a headed cell; and that object

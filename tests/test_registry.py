@@ -127,6 +127,40 @@ def test_a_name_that_cannot_be_used_is_refused(
     assert [entry.loader for entry in registry.registered()] == [train]
 
 
+class AnyName(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Batches(list, metaclass=AnyName):
+    pass
+
+
+class Loader(DataLoader, metaclass=AnyName):
+    pass
+
+
+class Rows(metaclass=AnyName):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class Cursor(Rows):
+    def __next__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    "loader", [Batches([1]), Loader(Plain()), Rows()], ids=["list", "DataLoader", "own"]
+)
+def test_a_loader_whose_metaclass_answers_any_name_is_registered(loader: Any) -> None:
+    """Only the class and its bases are asked whether it is iterable, and an iterator."""
+    registry.register(loader, name="train")
+    assert [entry.loader for entry in registry.registered()] == [loader]
+    with pytest.raises(RegistrationError, match="a Cursor is an iterator"):
+        registry.register(Cursor(), name="cursor")
+
+
 def test_what_is_not_registered_cannot_be_unregistered() -> None:
     """Also after the variable was assigned anew."""
     with pytest.raises(RegistrationError, match="not registered"):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from taas.capture.flat import REF, How, OfReading, State
 from taas.capture.memory import MemoryTable
-from taas.capture.reading import find, make_plain, set_insides, turn_into
+from taas.capture.reading import attribute_of_class, find, make_plain, set_insides, turn_into
 
 _loads = marshal.loads  # from our own sender
 _WHOLE = frozenset({"tuple", "frozenset", "same"})
@@ -150,7 +150,7 @@ class Builder:
         """
         for n in numbers:
             value = self.made.get(n)
-            if hasattr(type(value), "__del__"):
+            if attribute_of_class(type(value), "__del__") is not None:
                 with contextlib.suppress(TypeError):  # its class keeps something in slots, or in C
                     object.__setattr__(value, "__class__", Abandoned)
 

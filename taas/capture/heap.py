@@ -26,7 +26,7 @@ from taas.capture.holders import Left, holder_kinds, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange, Span
 from taas.capture.process_own import holds, is_of_process, leave_out, left_attributes
 from taas.capture.reader import Reader, is_as_sent, stays
-from taas.capture.reading import ATOMS, read_insides
+from taas.capture.reading import ATOMS, attribute_of_class, read_insides
 from taas.capture.tensors import is_tensor
 from taas.import_hooks import attributes_of
 
@@ -46,7 +46,9 @@ def is_constant(value: Any, state: State | None) -> bool:
     """
     if state is None or state[0] in CONSTANT:
         return True
-    if state[0] != "reading" or type(value).__hash__ is None or hasattr(type(value), "__next__"):
+    if state[0] != "reading" or type(value).__hash__ is None:
+        return False
+    if attribute_of_class(type(value), "__next__") is not None:
         return False
     said = _said_of(state)
     _, setter, changer = said.by
