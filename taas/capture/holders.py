@@ -189,21 +189,16 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
         for name in new:
             named = named | {name.rpartition(".")[0]}
             for _, value in _attributes(modules[name], name, ""):
-                method = isinstance(value, (classmethod, staticmethod))
-                code = (
-                    value.__func__
-                    if method
-                    else value.fget
-                    if isinstance(value, property)
-                    else value
-                )
-                words = words | (
-                    words_in(code.__code__) if isinstance(code, types.FunctionType) else set()
-                )
+                code = value
+                if isinstance(value, (classmethod, staticmethod)):
+                    code = value.__func__
+                elif isinstance(value, property):
+                    code = value.fget
+                if isinstance(code, types.FunctionType):
+                    words = words | words_in(code.__code__)
                 is_module = isinstance(value, types.ModuleType)
-                named = named | {
-                    str(value.__name__ if is_module else getattr(value, "__module__", ""))
-                }
+                home = value.__name__ if is_module else getattr(value, "__module__", "")
+                named = named | {str(home)}
     return found
 
 

@@ -431,18 +431,12 @@ def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
         if type(value) not in kinds:
             continue
         if isinstance(value, types.FunctionType):
-            own = value.__globals__ is namespace
-            found |= (
-                names_of(value) | _looked_up_by(value.__code__) | _words_in_annotations(value)
-                if own
-                else set()
-            )
+            if value.__globals__ is namespace:
+                found |= names_of(value) | _words_in_annotations(value)
+                found |= _looked_up_by(value.__code__)
         elif isinstance(value, type):
-            found |= (
-                names_of(value) | _words_in_annotations(value)
-                if value.__module__ == "__main__"
-                else set()
-            )
+            if value.__module__ == "__main__":
+                found |= names_of(value) | _words_in_annotations(value)
         else:
             classes = (type(part) for part in attributes_of(value).values())
             found = found.union(*(names_of(cls) for cls in classes if cls.__module__ == "__main__"))
@@ -580,16 +574,9 @@ def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)
         ):
-            texts = [
-                a.value
-                for a in node.args
-                if isinstance(a, ast.Constant) and isinstance(a.value, str)
-            ]
-            return (
-                (method, texts)
-                if method in _MAGICS and texts and len(texts) == len(node.args)
-                else None
-            )
+            texts = [text for part in node.args if (text := _text_of(part)) is not None]
+            if method in _MAGICS and texts and len(texts) == len(node.args):
+                return method, texts
     return None
 
 

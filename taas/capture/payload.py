@@ -295,8 +295,5 @@ def _device_for(sent: str, device: str) -> str:
     """Return the device for memory that was on a CUDA device ``sent``; ``cuda`` keeps its own."""
     if device != "cuda":
         return device
-    return (
-        sent
-        if int(sent.partition(":")[2] or 0) < sys.modules["torch"].cuda.device_count()
-        else "cuda:0"
-    )
+    number = int(sent.partition(":")[2] or 0)
+    return sent if number < sys.modules["torch"].cuda.device_count() else "cuda:0"

@@ -256,16 +256,14 @@ def _limit_of_files(_: ModuleType) -> tuple[int, str]:
 
 def _put_limit_of_files(_: ModuleType, told: tuple[int, str]) -> None:
     """Set how many files may be open; another machine's own limit is not lowered."""
-    here, hard = (
-        math.inf if n == resource.RLIM_INFINITY else n
-        for n in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    wanted, machine = math.inf if told[0] == resource.RLIM_INFINITY else told[0], told[1]
+    unlimited = resource.RLIM_INFINITY
+    wanted, machine = told
+    limits = (wanted, *resource.getrlimit(resource.RLIMIT_NOFILE))
+    want, here, hard = (math.inf if limit == unlimited else limit for limit in limits)
     if machine != _machine():
-        wanted = max(wanted, here)
-    soft, hard = (
-        int(n) if n < math.inf else resource.RLIM_INFINITY for n in (min(wanted, hard), hard)
-    )
+        want = max(want, here)
+    new = (min(want, hard), hard)
+    soft, hard = (int(limit) if limit < math.inf else unlimited for limit in new)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
