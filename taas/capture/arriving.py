@@ -1,4 +1,4 @@
-"""Unpack names in a rank, and keep what has to be known to answer (``answering`` does)."""
+"""Unpack names in a rank, and keep what ``answering`` has to know to send back what changes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from taas.capture.cells import (
     values_of_cells,
 )
 from taas.capture.code_by_value import global_names
-from taas.capture.describing import LARGE, Asked, Described, settle
+from taas.capture.describing import LARGE, Asked, Described, describe
 from taas.capture.heap import few_words_of, no_collection
 from taas.capture.holders import edited_modules, go_to_ends, holders, loaded_as, set_apart
 from taas.capture.import_draws import known_modules
@@ -338,7 +338,7 @@ def capture(
         magics, extensions = magics_used(needs.words, shell)
         imports = list(imported_by(cell))
         asked = Asked(needs, magics | values, imports, edited, for_data)
-        captured = Capture(settle(asked, held, namespace, str(project)))
+        captured = Capture(describe(asked, held, namespace, str(project)))
         captured.check_fit(cell, size, keep=keep)
         told = None if returned is None else list(returned)
         captured.write(shell, future=future, extensions=extensions, returned=told)

@@ -2,7 +2,7 @@
 
 What a cell needs is known only as names are described: functions and classes in their values use
 others. And what the ranks hold is known only then: where an object that travels is also a part of
-a name that they hold, that name has to travel, too. :func:`settle` finds both.
+a name that they hold, that name has to travel, too. :func:`describe` finds both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
     for_data: bool  # data processes unpack it, too
 
 
-def settle(asked: Asked, held: Held, namespace: dict[str, Any], project: str) -> Described:
+def describe(asked: Asked, held: Held, namespace: dict[str, Any], project: str) -> Described:
     """Describe what travels, and let go what the ranks hold of it, until they hold nothing of it.
 
     Raises :class:`CaptureError` where a surely needed name cannot travel.

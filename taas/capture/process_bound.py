@@ -446,8 +446,8 @@ class Fit(NamedTuple):
     again: list[Again]  # what is wrapped again before the cell runs
 
 
-class _Found(NamedTuple):
-    """What :func:`fit_of` looks through."""
+class _Travelling(NamedTuple):
+    """What travels to the ranks, as :func:`fit_of` looks through it."""
 
     heap: Any
     roots: dict[str, int]  # the numbers of names
@@ -487,7 +487,7 @@ def fit_of(
     asked = {n for n in reached if type(heap.objects[n]) in kinds}
     renewing = {n for n in asked if libraries.renews(heap.objects[n])}
     opaque = renewing | {n for n in reached if id(heap.objects[n]) in delivered}
-    found = _Found(heap, roots, asked, opaque, heap.reached(roots.values(), opaque))
+    found = _Travelling(heap, roots, asked, opaque, heap.reached(roots.values(), opaque))
     fit = Fit([], {}, wrapping.any or bool(renewing), [])
     _add_misfits(fit, found, size, words)
     _add_shares(fit, found, size)
@@ -501,7 +501,7 @@ def _cell_with(size: int) -> str:
     return f"this cell has {size} ranks" if size > 1 else "this cell has one process"
 
 
-def _add_misfits(fit: Fit, found: _Found, size: int, words: Collection[str]) -> None:
+def _add_misfits(fit: Fit, found: _Travelling, size: int, words: Collection[str]) -> None:
     """Add the objects of libraries that are of no use, or work alone, in such a run."""
     heap, roots, here = found.heap, found.roots, _cell_with(size)
     for n in sorted(found.asked & (found.inside | found.opaque)):
@@ -519,7 +519,7 @@ def _add_misfits(fit: Fit, found: _Found, size: int, words: Collection[str]) -> 
             )
 
 
-def _add_shares(fit: Fit, found: _Found, size: int) -> None:
+def _add_shares(fit: Fit, found: _Travelling, size: int) -> None:
     """Add a line for the names that have a rank's share of data in a run of another size.
 
     There is one for each such size; it leaves out the names that are of no use anyway.
@@ -539,7 +539,7 @@ def _add_shares(fit: Fit, found: _Found, size: int) -> None:
 
 
 def _add_unwrapped(
-    fit: Fit, found: _Found, wrapping: Wrapping, *, trains: bool, keep: bool
+    fit: Fit, found: _Travelling, wrapping: Wrapping, *, trains: bool, keep: bool
 ) -> None:
     """Add the models that lack their wrapper: to be wrapped again, useless, or worth a line.
 
@@ -559,7 +559,7 @@ def _add_unwrapped(
             fit.lines.append(f"{path} {why}")
 
 
-def _known_by_accelerators(found: _Found) -> dict[int, int]:
+def _known_by_accelerators(found: _Travelling) -> dict[int, int]:
     """Return which models an Accelerator has prepared, and which one, by numbers."""
     known = {}
     for by in sorted(found.opaque):
@@ -570,7 +570,9 @@ def _known_by_accelerators(found: _Found) -> dict[int, int]:
     return known
 
 
-def _wrapped_again(found: _Found, known: dict[int, int], wrapping: Wrapping) -> Iterator[Again]:
+def _wrapped_again(
+    found: _Travelling, known: dict[int, int], wrapping: Wrapping
+) -> Iterator[Again]:
     """Yield the models that their Accelerator can surely wrap again.
 
     Only names hold them, and these had the wrapper. (Optimizers hold their parameters, which a
@@ -603,7 +605,7 @@ def _names_with(
 
 
 def _without_wrapper(
-    found: _Found, wrapping: Wrapping, *, keep: bool
+    found: _Travelling, wrapping: Wrapping, *, keep: bool
 ) -> Iterator[tuple[int, str, str]]:
     """Yield each module that lacks a wrapper which the code does not give it.
 
