@@ -63,6 +63,11 @@ class NotEnoughDevices(EngineError):
 class RanksGone(EngineError):
     """The ranks that the notebook kept are not there any more."""
 
+    @staticmethod
+    def in_words(why: str) -> str:
+        """Return the error's message."""
+        return f"the ranks that this notebook kept are gone ({why})"
+
 
 class VersionMismatch(_NoLine, TaasError):
     """Python, torch or cloudpickle differ between the notebook and a VM."""

@@ -39,7 +39,7 @@ from taas.notebook.reached_code import takes_first_gpu_for_its_own
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
 from taas.runs.reader import finish
-from taas.runs.records import RunRecord
+from taas.runs.records import RunRecord, read_record
 from taas.storage.boundary import make_shared, missing_shared
 from taas.wire.clients import DeliveryOrder, RunState, Submit
 from taas.wire.framing import Memory
@@ -57,6 +57,13 @@ class KeptRun:
 
     record: RunRecord
     names: Kept
+
+    def check(self) -> None:
+        """Raise RanksGone if the ranks do not stay any more: the cell is captured for new ones."""
+        record = read_record(self.record.folder)
+        if record is None or record.kept_ranks is None:
+            why = record.ranks_gone if record else "their run was removed"
+            raise RanksGone(RanksGone.in_words(why))
 
 
 _kept: KeptRun | None = None
@@ -99,6 +106,8 @@ def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunR
     with turn():
         left = _kept if spec.keep else None
         try:
+            if left is not None:
+                left.check()
             return _launch(spec, cell, shell, left, queue=queue)
         except RanksGone as error:
             say(f"{error}; all names that the cell needs travel")

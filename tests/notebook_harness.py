@@ -25,7 +25,9 @@ _STATE = "import os, sys; print((dict(os.environ), sys.path, set(sys.modules)))"
 _RENEW = """
 import os, sys
 import taas
+from taas import launcher
 from taas.dataloader_registry import registered
+launcher._kept = None
 environ, path, modules = {state}
 for entry in registered():
     taas.unregister(entry.loader)

@@ -1330,6 +1330,13 @@ def test_a_cell_whose_ranks_stay_is_told_what_helps_there(notebook: Notebook) ->
         " its own.",
     ]
     notebook.good("%taas release")
+    ran = notebook.good(KEPT + "meet()\nnet(x)")
+    assert [line for line in ran.stdout.splitlines() if line.startswith("taas: ")] == [
+        "taas: the ranks that this notebook kept are gone (%taas release, or %unload_ext taas,"
+        " ended them); all names that the cell needs travel",
+        f"taas: net {wrap} ranks keep it wrapped.",
+    ]
+    notebook.good("%taas release")
 
 
 def test_a_registered_loader_of_rank_0_is_delivered_to_all(notebook: Notebook) -> None:

@@ -95,6 +95,7 @@ class RunRecord(Verdict, kw_only=True):
         use: what its ranks use, in the order of their numbers.
         curve: how busy they were, in percent, in equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
+        ranks_gone: why kept ranks do not stay any more.
         files: the files that it left for `%taas attach`, with their sizes in bytes.
     """
 
@@ -120,6 +121,7 @@ class RunRecord(Verdict, kw_only=True):
     use: tuple[RankUse, ...] = ()
     curve: tuple[int, ...] = ()
     kept_ranks: tuple[RankKept, ...] | None = None
+    ranks_gone: str = ""
     files: dict[str, int] = {}
 
     @property
@@ -234,7 +236,7 @@ def read_record(folder: Path) -> RunRecord | None:
     except (OSError, Unreadable):  # removed meanwhile, or of another version of taas
         return None
     if record.kept_ranks is not None and not record.supervisor.lives:
-        record.kept_ranks = None
+        record.kept_ranks, record.ranks_gone = None, "their supervisor ended"
     if record.live and not record.supervisor.lives:
         record.state, record.outcome, record.ended = "over", "lost", file.st_mtime
         broke = how_it_broke(record.supervisor.pid)

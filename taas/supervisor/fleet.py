@@ -362,15 +362,18 @@ class KeptRanks:
         """
         run = self._run if submit.cell.spec.keep else None
         if submit.left_to and (run is None or run.recorder.record.id != submit.left_to):
-            raise RanksGone(f"the ranks that this notebook kept are gone ({self._why_gone})")
+            raise RanksGone(RanksGone.in_words(self._why_gone))
         if run is not None:
             _check_alike(run, submit)
         return run
 
     def hand_over(self) -> None:
         """Note that another run has the ranks now."""
+        self._leave("another cell has them")
+
+    def _leave(self, why: str) -> None:
         if self._run is not None:
-            self._run.recorder.note(kept_ranks=None)
+            self._run.recorder.note(kept_ranks=None, ranks_gone=why)
         self._run, self._until = None, float("inf")
 
     def end(self, why: str) -> int:
@@ -378,7 +381,7 @@ class KeptRanks:
         run = self._run
         if run is None:
             return 0
-        self.hand_over()
+        self._leave(why)
         self._why_gone = why
         self._fleet.give_back(run.vms)
         return run.submit.cell.spec.world_size

@@ -301,8 +301,7 @@ class Findings:
         lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
         if not lost or self.error != RunLost.__name__:
             return verdict
-        gone = f"the ranks that this notebook kept are gone ({lost})"
-        return Verdict(outcome="lost", message=gone, error=RanksGone.__name__)
+        return Verdict(outcome="lost", message=RanksGone.in_words(lost), error=RanksGone.__name__)
 
     def _verdict(self) -> Verdict:
         undone = [ended for ended in self.ended.values() if ended.outcome != "done"]
