@@ -1317,11 +1317,11 @@ def test_ranks_that_stay_have_their_own(notebook: Notebook) -> None:
     notebook.good("%taas release")
 
 
-def test_a_cell_whose_ranks_stay_is_told_what_helps_there(notebook: Notebook) -> None:
+def test_a_cell_whose_ranks_stay_is_told_what_helps_there(fresh: Notebook) -> None:
     """It has ``--keep`` already: what it makes of a model or of the rank, its ranks keep."""
-    notebook.good(IMPORTS)
-    notebook.good(MAKE + "\nrank = dist.get_rank()\nmodels = {'a': net}")
-    ran = notebook.good(KEPT + "meet()\nnet(x), models, rank")
+    fresh.good(IMPORTS)
+    fresh.good(MAKE + "\nrank = dist.get_rank()\nmodels = {'a': net}")
+    ran = fresh.good(KEPT + "meet()\nnet(x), models, rank")
     said = [line for line in ran.stdout.splitlines() if line.startswith("taas: ")]
     wrap = "came back without its DistributedDataParallel: wrap it again in this cell, and these"
     assert said == [
@@ -1329,14 +1329,14 @@ def test_a_cell_whose_ranks_stay_is_told_what_helps_there(notebook: Notebook) ->
         "taas: rank: rank 0's, in every rank. Make it in this cell, and each of these ranks keeps"
         " its own.",
     ]
-    notebook.good("%taas release")
-    ran = notebook.good(KEPT + "meet()\nnet(x)")
+    fresh.good("%taas release")
+    ran = fresh.good(KEPT + "meet()\nnet(x)")
     assert [line for line in ran.stdout.splitlines() if line.startswith("taas: ")] == [
         "taas: the ranks that this notebook kept are gone (%taas release, or %unload_ext taas,"
         " ended them); all names that the cell needs travel",
         f"taas: net {wrap} ranks keep it wrapped.",
     ]
-    notebook.good("%taas release")
+    fresh.good("%taas release")
 
 
 def test_a_registered_loader_of_rank_0_is_delivered_to_all(notebook: Notebook) -> None:
