@@ -59,11 +59,14 @@ class KeptRun:
     names: Kept
 
     def check(self) -> None:
-        """Raise RanksGone if the ranks do not stay any more: the cell is captured for new ones."""
+        """Raise RanksGone if the record says that the ranks do not stay any more.
+
+        The cell is captured for new ones then. Where the record does not say so, the supervisor
+        may: they may end at any time.
+        """
         record = read_record(self.record.folder)
-        if record is None or record.kept_ranks is None:
-            why = record.ranks_gone if record else "their run was removed"
-            raise RanksGone(RanksGone.in_words(why))
+        if record is not None and record.kept_ranks is None:
+            raise RanksGone(RanksGone.in_words(record.ranks_gone))
 
 
 _kept: KeptRun | None = None

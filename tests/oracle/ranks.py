@@ -129,6 +129,7 @@ def _serve(kernel: _Process, folder: Path) -> Played:
     scratch = Path(tempfile.mkdtemp(prefix="oracle-"))  # paths of sockets are short
     vm = Vm(scratch, _ranks)
     sizes: list[int] = []
+    last: Recorder | None = None
     try:
         while True:
             kind, what = kernel.receive()
@@ -143,9 +144,11 @@ def _serve(kernel: _Process, folder: Path) -> Played:
                 job = RankJob(
                     _order(recorder, folder, continues=vm.services.kept.there), vm.services
                 )
+                if last is not None:
+                    last.note(kept_ranks=None)  # this run has them
+                last = recorder
                 ended = _run(vm, job, recorder)
                 kernel.pipe.send_bytes(pack(ended))
-                recorder.note(kept_ranks=None)  # else later tests see them in the table of runs
             if job is not None and (kind == "taken" or ended.answer is None):
                 job.close()
                 recorder.close()
@@ -157,6 +160,8 @@ def _serve(kernel: _Process, folder: Path) -> Played:
                 pass
             job.close()
         vm.services.kept.end()
+        if last is not None:
+            last.note(kept_ranks=None)  # else later tests see them in the table of runs
         shutil.rmtree(scratch)
 
 
