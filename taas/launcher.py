@@ -150,11 +150,11 @@ def _launch(
         delivery = None
         if loaders:  # data processes need all names, also those that kept ranks hold
             whole = captures.enter_context(names(for_data=True)) if left else captured
-            delivery = delivered(whole, spec, local=local)
+            delivery = make_delivery_order(whole, spec, local=local)
             if left:
                 say(*whole.notices_of_data)
         say(*captured.notices)
-        submit = ordered(spec, cell, shell, engine, captured, delivery, left, project)
+        submit = make_submit(spec, cell, shell, engine, captured, delivery, left, project)
         submit = msgspec.structs.replace(submit, queue=queue)
         say(*make_shared(project, spec.shared))
         if spec.background:
@@ -209,7 +209,7 @@ def _run_in_front(submit: Submit, captured: Capture, shell: Any) -> RunState:
     return ended
 
 
-def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
+def make_delivery_order(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
     """Return the order for data workers, which read the loaders from what was captured."""
     catalog = load_catalog()
     vcpus = catalog.find(DATA_VM).vcpus
@@ -223,7 +223,7 @@ def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder
     )
 
 
-def ordered(
+def make_submit(
     spec: RunSpec,
     cell: str,
     shell: Any,
