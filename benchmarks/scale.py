@@ -37,8 +37,8 @@ import sys
 if "taas.supervisor" in sys.orig_argv:
     sys.path.append({str(Path(__file__).parent)!r})
     import scale_vms
-    from taas.engines import chosen
-    chosen.start_engine = scale_vms.Engine
+    from taas.engines import choice
+    choice.start_engine = scale_vms.Engine
 """
 TYPES = '[instances."s1.8"]\nvcpus = 8\ngpus = 8\nvms = [{vms}]\n'
 

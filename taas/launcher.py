@@ -25,7 +25,7 @@ from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import registered
 from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use
 from taas.engines import EngineChoice
-from taas.engines.chosen import check_installed, chosen
+from taas.engines.choice import check_installed, current_engine
 from taas.engines.gpus import check_devices, device_in_words, physical, visible_gpus
 from taas.engines.local import check_memory
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
@@ -125,7 +125,7 @@ def _launch(
 ) -> RunRecord | None:
     project = project_folder() if left is None else Path(left.record.project)
     missing_shared(project, spec.shared)
-    engine = chosen(project)
+    engine = current_engine(project)
     local = engine.kind == "local"
     _check_machine(spec, engine, new_ranks=left is None)
     known = registered(shell.user_ns)

@@ -27,8 +27,8 @@ import sys
 if "taas.supervisor" in sys.orig_argv:
     sys.path.append({str(Path(__file__).parent)!r})
     import elsewhere
-    from taas.engines import chosen
-    chosen.start_engine = elsewhere.Engine
+    from taas.engines import choice
+    choice.start_engine = elsewhere.Engine
 """
 
 

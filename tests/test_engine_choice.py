@@ -12,7 +12,7 @@ from blocks import block
 from taas.agent.forkserver import read_at_import
 from taas.agent.staging import environment
 from taas.config import load_catalog
-from taas.engines import AgentConfig, Demand, EngineChoice, chosen
+from taas.engines import AgentConfig, Demand, EngineChoice, choice
 from taas.engines.slurm import JobAgents, read_queue, script, settings_of
 from taas.errors import EngineError, HeaderError
 from taas.versions import differing_versions
@@ -22,7 +22,7 @@ from taas.versions import differing_versions
 def own_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty project, and nothing said before."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chosen, "_said", [])
+    monkeypatch.setattr(choice, "_said", [])
     return tmp_path
 
 
@@ -30,15 +30,15 @@ def test_typed_wins_over_variable_over_file(
     own_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``%taas engine`` wins over TAAS_ENGINE, that over ``taas.toml``, that over the default."""
-    assert chosen.chosen(own_project).kind == "local"
+    assert choice.current_engine(own_project).kind == "local"
     (own_project / "taas.toml").write_text(
         '[engine]\ndefault = "ray"\naddress = "head:6379"\nwait = 5\nidle = 0\n'
     )
-    assert chosen.chosen(own_project) == EngineChoice("ray", "head:6379", 5.0, 0.0)
+    assert choice.current_engine(own_project) == EngineChoice("ray", "head:6379", 5.0, 0.0)
     monkeypatch.setenv("TAAS_ENGINE", "ray other:6380")
-    assert chosen.chosen(own_project).address == "other:6380"
-    assert chosen.choose(["local"]).kind == "local"
-    assert chosen.chosen(own_project).kind == "local"
+    assert choice.current_engine(own_project).address == "other:6380"
+    assert choice.choose(["local"]).kind == "local"
+    assert choice.current_engine(own_project).kind == "local"
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_typed_wins_over_variable_over_file(
 def test_wrong_engines(words: list[str], says: str) -> None:
     """What is typed wrong is answered with what to type."""
     with pytest.raises(HeaderError, match=says):
-        chosen.choose(words)
+        choice.choose(words)
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Ray its engine says how to install it; nothing else imports it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"pip install 'jupyter-taas\[ray\]'"):
-        chosen.choose(["ray"])
+        choice.choose(["ray"])
     code = block("""
         import sys
         sys.modules['ray'] = None
@@ -89,7 +89,7 @@ def test_what_is_asked_of_slurm(own_project: Path) -> None:
         "gpus = 4\n"
         "slurm = \"--gres=gpu:a100:4 --constraint='big'\"\n"
     )
-    settings = settings_of(chosen.chosen(own_project).address)
+    settings = settings_of(choice.current_engine(own_project).address)
     rest = ["--qos=long", "-v"]
     whole = ["--exclusive", "--mem=0"]
     assert settings.asked_for(Demand("g2.8", 8)) == [
@@ -106,7 +106,7 @@ def test_what_is_asked_of_slurm(own_project: Path) -> None:
         "--exclusive",
         *rest,
     ]
-    typed = chosen.read_choice(
+    typed = choice.read_choice(
         ["slurm", "--partition=x", "--time=9"], "", load_catalog(own_project)
     )
     assert settings_of(typed.address).asked_for(Demand(None, 2))[:2] == [
@@ -180,13 +180,13 @@ def test_the_variable_is_read_as_a_shell_reads_it(
     monkeypatch.setenv(
         "TAAS_ENGINE", "slurm --sbatch=\"--comment='two words' --qos=long\" --time=5"
     )
-    asked = settings_of(chosen.chosen(own_project).address).asked_for(Demand(None, 1))
+    asked = settings_of(choice.current_engine(own_project).address).asked_for(Demand(None, 1))
     assert asked[-2:] == ["--comment=two words", "--qos=long"]
     assert "--time=5" in asked
     monkeypatch.setenv("TAAS_ENGINE", 'slurm --sbatch="--qos=long')
     with pytest.raises(HeaderError, match=r"TAAS_ENGINE slurm.*: a quote is opened and not closed"):
-        chosen.chosen(own_project)
+        choice.current_engine(own_project)
     monkeypatch.setenv("TAAS_ENGINE", "'ray' 'head:6379'")
-    assert chosen.chosen(own_project).address == "head:6379"
+    assert choice.current_engine(own_project).address == "head:6379"
     monkeypatch.setenv("TAAS_ENGINE", "  ")
-    assert chosen.chosen(own_project).kind == "local"
+    assert choice.current_engine(own_project).kind == "local"

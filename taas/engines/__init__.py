@@ -1,7 +1,7 @@
 """Where VMs come from: the contract between the supervisor and an engine.
 
 An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. A
-new one also needs a row of the table in ``engines/chosen.py`` and a word in the error's text there,
+new one also needs a row of the table in ``engines/choice.py`` and a word in the error's text there,
 entries in ``config.py`` (``engine.default``, its own keys, what an instance type asks of it),
 ``notebook/verbs.py`` (usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py``
 (``--check``), and an extra in ``pyproject.toml`` if it imports something. Every kind except

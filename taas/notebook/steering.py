@@ -17,7 +17,7 @@ import msgspec
 from taas._linux import process
 from taas.capture import setup_cells
 from taas.config import Catalog, load_catalog, project_folder
-from taas.engines import chosen
+from taas.engines import choice
 from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, check_ranks, split_words
@@ -230,25 +230,25 @@ def _engine(frontend: Frontend, line: Line) -> None:
     options = [f"--{name}={value}" for name, value in line.options.items() if name != "check"]
     words = [*line.words, *options]
     if "check" in line.options:
-        slurm = chosen.read_choice(
+        slurm = choice.read_choice(
             ["slurm", *options], "%taas engine", load_catalog(project_folder())
         )
         frontend.show_findings(doctor.examine_slurm(settings_of(slurm.address)))
         return
     if not words:
-        choice = chosen.chosen(project_folder())
+        engine = choice.current_engine(project_folder())
     elif frontend.kernel == 0:
-        chosen.read_choice(words, "taas engine", Catalog())
+        choice.read_choice(words, "taas engine", Catalog())
         raise HeaderError(
             "taas engine in a terminal changes nothing: type %taas engine in a notebook, or write"
             f' [engine] default = "{line.words[0]}" into taas.toml'
         )
     else:
-        choice = chosen.choose(words)
-        if choice.kind != "local":
+        engine = choice.choose(words)
+        if engine.kind != "local":
             # ahead, since it takes seconds to become part of a cluster
-            supervised(warm=False).say(Prepare(engine=choice))
-    say(f"engine: {choice.kind} {choice.address}".rstrip())
+            supervised(warm=False).say(Prepare(engine=engine))
+    say(f"engine: {engine.kind} {engine.address}".rstrip())
 
 
 # ------------------------------------------------------ install: a line in IPython's startup folder

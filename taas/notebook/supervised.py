@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from taas.config import project_folder
-from taas.engines.chosen import chosen
+from taas.engines.choice import current_engine
 from taas.errors import EngineError, HeaderError, RunLost
 from taas.process_log import how_it_broke, log_file
 from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
@@ -185,7 +185,7 @@ def start_ahead() -> None:
     """
     global _ahead
     with contextlib.suppress(HeaderError):  # the first cell says what is wrong
-        if chosen(project_folder()).kind == "local" and _current is None and _ahead is None:
+        if current_engine(project_folder()).kind == "local" and _current is None and _ahead is None:
             _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
             _ahead.start()
 

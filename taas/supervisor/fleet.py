@@ -13,7 +13,7 @@ import zmq
 
 from taas.config import DATA_VM
 from taas.engines import AgentConfig, Demand, Engine, EngineChoice
-from taas.engines.chosen import start_engine
+from taas.engines.choice import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, RanksGone
 from taas.supervisor.connections import ControlSocket

@@ -52,7 +52,7 @@ def choose(words: list[str]) -> EngineChoice:
     return choice
 
 
-def chosen(project: Path) -> EngineChoice:
+def current_engine(project: Path) -> EngineChoice:
     """Return the engine of the next run.
 
     Raises a HeaderError if TAAS_ENGINE or ``taas.toml`` is wrong.
