@@ -36,7 +36,7 @@ from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
 from taas.notebook.live_view import notify_at_end
 from taas.notebook.reached_code import takes_first_gpu_for_its_own
-from taas.notebook.supervised import supervised
+from taas.notebook.supervisor_link import get_supervisor
 from taas.runs.places import check_room
 from taas.runs.reader import finish
 from taas.runs.records import RunRecord, read_record
@@ -184,7 +184,7 @@ def _run_in_background(
 ) -> RunRecord:
     """Start a run that goes on by itself, and hold what it was given until it is attached."""
     with Interrupts() as interrupts:
-        supervisor = supervised(warm=submit.engine.kind == "local")
+        supervisor = get_supervisor(warm=submit.engine.kind == "local")
         record = start_background(supervisor, submit, interrupts)
         notify_at_end(record, shell)
         if submit.cell.spec.returned != ():  # else nothing will change in the notebook
@@ -197,7 +197,7 @@ def _run_in_front(submit: Submit, captured: Capture, shell: Any) -> RunState:
     global _kept
     keep = submit.cell.spec.keep
     with Interrupts() as interrupts:
-        supervisor = supervised(warm=submit.engine.kind == "local")
+        supervisor = get_supervisor(warm=submit.engine.kind == "local")
         if keep:
             # From now on the cell changes the ranks' names. Until here an interrupt leaves what
             # is known of them as it was.

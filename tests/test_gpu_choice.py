@@ -24,12 +24,12 @@ from taas.notebook import doctor
 PROGRAM = """
 import json, os, sys
 from taas.header.options import RunSpec
-from taas.notebook.supervised import supervised
+from taas.notebook.supervisor_link import get_supervisor
 from taas.wire.clients import Gpu, Submit
 from taas.wire.framing import Memory
 from taas.wire.ranks import Cell, Workspace
 
-supervisor = supervised(warm=False)
+supervisor = get_supervisor(warm=False)
 payload = os.memfd_create("names")
 submit = Submit(
     cell=Cell("", 1, RunSpec(ranks_per_vm=1, gpus_per_rank=1), "nocolor"),

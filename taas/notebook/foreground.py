@@ -17,7 +17,7 @@ from taas.errors import RunLost, TaasError
 from taas.notebook.cell_output import say
 from taas.notebook.kernel_memory import said_of_kernel_memory
 from taas.notebook.live_view import RunView
-from taas.notebook.supervised import Supervised
+from taas.notebook.supervisor_link import SupervisorLink
 from taas.runs.reader import POLL_SECONDS, interrupted
 from taas.runs.records import RunRecord
 from taas.wire.clients import Refused, RunRequest, RunState, Submit
@@ -69,7 +69,7 @@ class Interrupts:
         finally:
             self._last = sys.maxsize
 
-    def check(self, supervisor: Supervised) -> None:
+    def check(self, supervisor: SupervisorLink) -> None:
         """Check from the second interrupt on that the supervisor answers; kill a silent one.
 
         Raises:
@@ -86,7 +86,7 @@ class Interrupts:
             raise interrupted("the supervisor did not answer, and was killed with all its runs")
 
 
-def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> RunRecord:
+def _begin(supervisor: SupervisorLink, submit: Submit, interrupts: Interrupts) -> RunRecord:
     """Submit a run; return its record once the supervisor has accepted it.
 
     Raises:
@@ -104,7 +104,9 @@ def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> Ru
         interrupts.check(supervisor)
 
 
-def start_background(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> RunRecord:
+def start_background(
+    supervisor: SupervisorLink, submit: Submit, interrupts: Interrupts
+) -> RunRecord:
     """Submit a run that goes on by itself, unless it was interrupted before it had begun."""
     record = _begin(supervisor, submit, interrupts)
     if interrupts.count:
@@ -114,7 +116,11 @@ def start_background(supervisor: Supervised, submit: Submit, interrupts: Interru
 
 
 def run_in_foreground(
-    supervisor: Supervised, submit: Submit, interrupts: Interrupts, captured: Capture, shell: Any
+    supervisor: SupervisorLink,
+    submit: Submit,
+    interrupts: Interrupts,
+    captured: Capture,
+    shell: Any,
 ) -> RunState:
     """Submit a run, show its output in its cell, and apply its answer; returns how it ended."""
     record = _begin(supervisor, submit, interrupts)
@@ -131,7 +137,7 @@ class _Foreground(RunView):
     """The view of a run whose cell waits for it; it takes the names when the run is over."""
 
     def __init__(
-        self, record: RunRecord, shell: Any, supervisor: Supervised, interrupts: Interrupts
+        self, record: RunRecord, shell: Any, supervisor: SupervisorLink, interrupts: Interrupts
     ) -> None:
         super().__init__(record, shell, live=True)
         self._supervisor, self._interrupts = supervisor, interrupts

@@ -26,7 +26,7 @@ from taas.notebook.bug_report import write_report
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, plain_among, say
 from taas.notebook.doctor import Finding
 from taas.notebook.export import export
-from taas.notebook.supervised import supervised
+from taas.notebook.supervisor_link import get_supervisor
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.notebook.watched_run import in_full
@@ -247,7 +247,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
         engine = choice.choose(words)
         if engine.kind != "local":
             # ahead, since it takes seconds to become part of a cluster
-            supervised(warm=False).say(Prepare(engine=engine))
+            get_supervisor(warm=False).say(Prepare(engine=engine))
     say(f"engine: {engine.kind} {engine.address}".rstrip())
 
 

@@ -28,7 +28,7 @@ from taas.wording import shown
 _START_SECONDS = 60.0
 
 
-class Supervised(Wire):
+class SupervisorLink(Wire):
     """The kernel's connection to one supervisor, and the end of the life pipe that only it has.
 
     Attributes:
@@ -156,11 +156,11 @@ def _start(config: SupervisorConfig) -> Connection:
         process.wait()  # it has exited at once: the supervisor is its orphaned child
 
 
-_current: Supervised | None = None
+_current: SupervisorLink | None = None
 _ahead: threading.Thread | None = None
 
 
-def supervised(*, warm: bool) -> Supervised:
+def get_supervisor(*, warm: bool) -> SupervisorLink:
     """Return this kernel's supervisor, starting one if there is none.
 
     Args:
@@ -174,14 +174,14 @@ def supervised(*, warm: bool) -> Supervised:
     if _current is None or not _current.usable:
         if _current is not None:
             _current.close()
-        _current = Supervised(warm=warm)
+        _current = SupervisorLink(warm=warm)
     return _current
 
 
 def start_ahead() -> None:
     """Start in a thread what the first cell will need, if that runs on this machine.
 
-    :func:`supervised` joins the thread.
+    :func:`get_supervisor` joins the thread.
     """
     global _ahead
     with contextlib.suppress(HeaderError):  # the first cell says what is wrong
@@ -194,7 +194,7 @@ def _start_idle() -> None:
     global _current
     # the cell that needs a supervisor says why there is none
     with contextlib.suppress(EngineError, OSError):
-        _current = Supervised(warm=True, idle=True)
+        _current = SupervisorLink(warm=True, idle=True)
 
 
 def release_ahead() -> None:
