@@ -99,7 +99,7 @@ def unregister(loader: Any) -> None:
         )
 
 
-def registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]:
+def list_registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]:
     """Return the registered loaders in order, named as ``namespace`` names them now."""
     named: list[Registration] = []
     taken = {entry.name for entry in _registry.values() if entry.name is not None}
@@ -137,7 +137,7 @@ def _check_name(name: Any, replaced: Collection[int]) -> None:
         raise RegistrationError(
             f"{name!r} cannot be typed in --units. Choose a name= such as 'train'"
         )
-    if any(name == entry.name and id(entry.loader) not in replaced for entry in registered()):
+    if any(name == entry.name and id(entry.loader) not in replaced for entry in list_registered()):
         raise RegistrationError(
             f"another loader is registered as '{name}'. Choose a different name="
         )

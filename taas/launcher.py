@@ -22,7 +22,7 @@ from taas.capture import Capture, Kept, capture, check_syntax, process_state
 from taas.capture.environment import changed_variables, is_utf8, sendable_variables
 from taas.capture.setup_cells import setup_cells
 from taas.config import DATA_VM, load_catalog, project_folder
-from taas.dataloader_registry import registered
+from taas.dataloader_registry import list_registered
 from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use
 from taas.engines import EngineChoice
 from taas.engines.choice import check_installed, current_engine
@@ -128,7 +128,7 @@ def _launch(
     engine = current_engine(project)
     local = engine.kind == "local"
     _check_machine(spec, engine, new_ranks=left is None)
-    known = registered(shell.user_ns)
+    known = list_registered(shell.user_ns)
     loaders = known if spec.data_vms else []
     names = partial(
         capture,

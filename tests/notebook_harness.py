@@ -26,10 +26,10 @@ _RENEW = """
 import os, sys
 import taas
 from taas import launcher
-from taas.dataloader_registry import registered
+from taas.dataloader_registry import list_registered
 launcher._kept = None
 environ, path, modules = {state}
-for entry in registered():
+for entry in list_registered():
     taas.unregister(entry.loader)
 for name in sys.modules.keys() - modules:
     if str(getattr(sys.modules[name], "__file__", "")).startswith({projects!r}):

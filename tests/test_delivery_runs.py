@@ -38,7 +38,7 @@ HEAD = "#pragma taas --gpus 2 --cpus 1"
 @pytest.fixture
 def registered(notebook: Notebook) -> Notebook:
     """A notebook with one registered loader."""
-    forget = "[taas.unregister(one.loader) for one in taas.dataloader_registry.registered()]"
+    forget = "[taas.unregister(one.loader) for one in taas.dataloader_registry.list_registered()]"
     notebook.good(SETUP.format(register="import taas.dataloader_registry\n" + forget + ";"))
     return notebook
 

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader
 import numbers_here
 os.environ["TOLD"] = "by the notebook"
 def fresh(count, pause=0.0):
-    [taas.unregister(one.loader) for one in taas.dataloader_registry.registered()]
+    [taas.unregister(one.loader) for one in taas.dataloader_registry.list_registered()]
     data = numbers_here.Numbers(os.getcwd(), count, pause)
     made = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
     taas.register(made)

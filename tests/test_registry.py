@@ -40,7 +40,7 @@ class Plain(Dataset):
 def nothing_registered() -> Any:
     """Each test begins and ends with an empty registry."""
     yield
-    for entry in registry.registered():
+    for entry in registry.list_registered():
         registry.unregister(entry.loader)
 
 
@@ -49,10 +49,10 @@ def test_register_names_the_variable_and_unregister_undoes() -> None:
     train, valid = DataLoader(Plain()), DataLoader(Plain())
     assert registry.register(train) is train
     registry.register(valid, name="validation")
-    entries = registry.registered({"train": train, "valid": valid})
+    entries = registry.list_registered({"train": train, "valid": valid})
     assert [(e.name, e.variable) for e in entries] == [("train", "train"), ("validation", "valid")]
     registry.unregister(train)
-    assert [entry.name for entry in registry.registered({})] == ["validation"]
+    assert [entry.name for entry in registry.list_registered({})] == ["validation"]
 
 
 MAKE = "train = DataLoader([0, 1]); taas.register(train);"
@@ -82,12 +82,12 @@ def test_a_cell_that_registers_is_run_again(name: str, notebook: Notebook) -> No
     cells, names = CELLS[name]
     notebook.good(
         "import taas\nfrom torch.utils.data import DataLoader\n"
-        "from taas.dataloader_registry import registered\nloaders = {}"
+        "from taas.dataloader_registry import list_registered\nloaders = {}"
     )
     for cell in cells:
         notebook.good(cell)
-    assert notebook.value("[one.name for one in registered(globals())]") == str(names)
-    notebook.good("for one in registered():\n    taas.unregister(one.loader)\ndel one, train")
+    assert notebook.value("[one.name for one in list_registered(globals())]") == str(names)
+    notebook.good("for one in list_registered():\n    taas.unregister(one.loader)\ndel one, train")
     notebook.good("for name in ('first', 'other'):\n    globals().pop(name, None)")
 
 
@@ -124,7 +124,7 @@ def test_a_name_that_cannot_be_used_is_refused(
     registry.register(train)
     with pytest.raises(RegistrationError, match=said):
         registry.register(valid, name)
-    assert [entry.loader for entry in registry.registered()] == [train]
+    assert [entry.loader for entry in registry.list_registered()] == [train]
 
 
 class AnyName(type):
@@ -156,7 +156,7 @@ class Cursor(Rows):
 def test_a_loader_whose_metaclass_answers_any_name_is_registered(loader: Any) -> None:
     """Only the class and its bases are asked whether it is iterable, and an iterator."""
     registry.register(loader, name="train")
-    assert [entry.loader for entry in registry.registered()] == [loader]
+    assert [entry.loader for entry in registry.list_registered()] == [loader]
     with pytest.raises(RegistrationError, match="a Cursor is an iterator"):
         registry.register(Cursor(), name="cursor")
 

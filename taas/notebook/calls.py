@@ -22,7 +22,7 @@ from traitlets.config import Config
 
 from taas.capture.collected import collected
 from taas.config import load_catalog
-from taas.dataloader_registry import registered
+from taas.dataloader_registry import list_registered
 from taas.engines.gpus import visible_gpus
 from taas.errors import CaptureError, HeaderError
 from taas.header.grammar import HeaderText, parse_header
@@ -190,7 +190,7 @@ class _Call(NamedTuple):
             expand=lambda text: text,
             catalog=load_catalog(),
             visible_gpus=len(visible_gpus()),
-            registered=[loader.name for loader in registered(shell.user_ns)],
+            registered=[loader.name for loader in list_registered(shell.user_ns)],
         )
         return replace(spec, **fixed)
 

@@ -18,7 +18,7 @@ from traitlets.config import Config
 
 from taas.capture import check_syntax, setup_cells
 from taas.config import load_catalog, project_folder
-from taas.dataloader_registry import registered
+from taas.dataloader_registry import list_registered
 from taas.engines.gpus import visible_gpus
 from taas.errors import HeaderError
 from taas.header.grammar import (
@@ -73,7 +73,7 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
         expand=lambda text: shell.var_expand(text, depth=_NO_FRAME),
         catalog=load_catalog(),
         visible_gpus=len(visible_gpus()),
-        registered=[loader.name for loader in registered(shell.user_ns)],
+        registered=[loader.name for loader in list_registered(shell.user_ns)],
     )
     if not has_code(cell):
         raise HeaderError(_NO_CODE)
