@@ -240,7 +240,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     os.environ.clear()
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
-    project = project_sync.entered(
+    project = project_sync.enter_replica(
         staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n")
     )
     files_on_demand.use(staged.on_demand, staged.project, staged.replica)

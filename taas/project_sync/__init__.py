@@ -65,7 +65,7 @@ def make_places(replica: str, project: str) -> list[str]:
     return places
 
 
-def entered(replica: str, project: str, say: Callable[[str], object]) -> str:
+def enter_replica(replica: str, project: str, say: Callable[[str], object]) -> str:
     """Let this process, and all it will start, see a copy of the project at the project's path.
 
     Returns where the project is.

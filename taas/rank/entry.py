@@ -265,7 +265,9 @@ def become_rank(start: RankStart, shell: RankShell, *, outlives_run: bool) -> Pr
     if not hasattr(shell, "kernel") or start.rank not in order.cell.spec.shown_ranks():
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
-    project = project_sync.entered(staged.replica, staged.project, functools.partial(_tell, start))
+    project = project_sync.enter_replica(
+        staged.replica, staged.project, functools.partial(_tell, start)
+    )
     wall = _enter_storage(start, project, outlives_run=outlives_run)
     _enter_project(start, project)
     device = _enter_device(order, local_rank)
