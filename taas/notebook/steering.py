@@ -31,7 +31,7 @@ from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.notebook.watched_run import in_full
 from taas.runs.reader import LOOK_SECONDS, RunReader
-from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
+from taas.runs.records import RunRecord, find_run, of_notebook, read_records, unique_name
 from taas.storage.kept import kept_versions, recover, sort
 from taas.supervisor import connections
 from taas.wire.clients import Prepare, Released, RunRequest, Stacks
@@ -156,7 +156,9 @@ def _only_run(frontend: Frontend) -> RunRecord:
     if not live:
         raise HeaderError("%taas stop: no run goes on; %taas history says how the last ones ended")
     meant = mine or live
-    names = ", ".join(f"%taas stop {told_apart(record, live)} ({record.owner})" for record in meant)
+    names = ", ".join(
+        f"%taas stop {unique_name(record, live)} ({record.owner})" for record in meant
+    )
     one_of = "one of " if len(meant) > 1 else ""
     fact = (
         f"{len(mine)} runs go on here" if mine else "no run of this notebook goes on, but others do"
@@ -212,7 +214,7 @@ def _recover(frontend: Frontend, line: Line) -> None:
             f"%taas recover: {asked[0].name} goes on; type it when that run has ended"
         )
     for run in reversed(asked):
-        name = told_apart(run, records)
+        name = unique_name(run, records)
         if not run.may_go_on:  # one that was killed has not sorted what its ranks wrote
             sort(run.writes, run.project, name)
         versions = kept_versions(run.writes, run.project)

@@ -13,7 +13,7 @@ from typing import Any
 from taas.capture.setup_cells import SetupCell
 from taas.config import Catalog
 from taas.header.options import SETTINGS
-from taas.runs.records import RunRecord, runs_root, told_apart
+from taas.runs.records import RunRecord, runs_root, unique_name
 from taas.runs.stacks import StackGroup, Trouble
 from taas.wording import counted, named, ranks_in_words, shown_path, size_in_words
 from taas.wording import shown as on_one_line
@@ -303,7 +303,7 @@ def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
             "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the"
             " options)"
         )
-    rows = [(told_apart(record, shown), *_standing(record, now)) for record in shown]
+    rows = [(unique_name(record, shown), *_standing(record, now)) for record in shown]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
     view = sum(
         (line(record, now) for record in live if record.trouble is not None), table(heads, rows)
@@ -330,7 +330,7 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
         return plain("no run yet")
     rows = [
         (
-            told_apart(record, records),
+            unique_name(record, records),
             _moment(record.submitted),
             _state(record),
             _ranks(record),

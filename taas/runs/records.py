@@ -267,7 +267,7 @@ def read_records() -> list[RunRecord]:
     return sorted(found, key=lambda record: record.submitted)
 
 
-def told_apart(record: RunRecord, records: Iterable[RunRecord]) -> str:
+def unique_name(record: RunRecord, records: Iterable[RunRecord]) -> str:
     """Return what to type for a run: its name, with its id if others have the same name."""
     alike = sum(other.name == record.name for other in records)
     return f"{record.name}-{record.id}" if alike > 1 else record.name
