@@ -22,7 +22,7 @@ from taas.delivery.config import Delivered
 from taas.header.options import RunSpec
 from taas.notebook import tables
 from taas.notebook.bug_report import public_part, without_home
-from taas.notebook.watched_run import _MANY_RANKS, in_full, watched
+from taas.notebook.watched_run import _MANY_RANKS, in_full, render_run
 from taas.runs.events import EVENTS, pack_record
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
@@ -107,7 +107,7 @@ def test_the_time_that_is_left(make: Make, who: str) -> None:
     record = make(state="running", **facts)
     if printed:
         prints(record, printed)
-    text = watched(record, 1010.0).text
+    text = render_run(record, 1010.0).text
     assert text.startswith(
         f"▸ r1 running · 8 ranks on g2.8 · 10 s{', about ' * bool(left)}{left} · 8 GPUs"
     ), text
@@ -125,7 +125,7 @@ def test_a_row_for_each_rank(make: Make) -> None:
     cell = Cell("", 7, RunSpec(ranks_per_vm=2), "nocolor")
     record = make(state="running", cell=cell, use=use)
     prints(record, "<first>\n\x1b[31mlast\x1b[0m\n", 1)
-    text, html = in_full(record).text, watched(record).html
+    text, html = in_full(record).text, render_run(record).html
     assert [line.split() for line in text.splitlines()[-3:]] == [
         ["rank", "state", "CPU", "memory", "GPU", "GPU", "memory", "last", "line"],
         ["0", "running", "95", "%", "2.1", "GB", "60", "%", "8.6", "GB"],
@@ -134,7 +134,7 @@ def test_a_row_for_each_rank(make: Make) -> None:
     assert "<summary>30 % busy · each rank&#x27;s state, use and output</summary>" in html
     assert "<summary>last</summary><pre>&lt;first&gt;\nlast</pre>" in html
     prints(record, "more\n", 1)
-    assert "<pre>&lt;first&gt;\nlast\nmore</pre>" in watched(record).html
+    assert "<pre>&lt;first&gt;\nlast\nmore</pre>" in render_run(record).html
 
 
 ODD = {
@@ -162,16 +162,16 @@ def test_of_many_ranks_the_view_reads_only_the_odd(make: Make, how: str) -> None
     for rank in states:
         prints(record, f"said by {rank}.\n", rank)
     said = re.compile(r"said by (\d+)\.")
-    assert said.findall(watched(record).html) == ["0", "7"]
+    assert said.findall(render_run(record).html) == ["0", "7"]
     rest = (
         f"ranks 1–6, 8–{_MANY_RANKS - 1}: state and use only, in a run of so many ranks; %taas"
         " status r1"
     )
-    assert rest in watched(record).html
+    assert rest in render_run(record).html
     assert len(said.findall(in_full(record).text)) == _MANY_RANKS
     over = msgspec.structs.replace(record, state="over", outcome="done", ended=1010.0)
-    assert len(said.findall(watched(over).html)) == _MANY_RANKS
-    assert "state and use only" not in watched(over).html + in_full(record).text
+    assert len(said.findall(render_run(over).html)) == _MANY_RANKS
+    assert "state and use only" not in render_run(over).html + in_full(record).text
 
 
 def test_of_many_ranks_that_are_all_shown_fewer_are_read(make: Make) -> None:
@@ -184,7 +184,7 @@ def test_of_many_ranks_that_are_all_shown_fewer_are_read(make: Make) -> None:
         record = make(state="running", cell=cell)
         for rank in range(count):
             prints(record, f"said by {rank}.\n", rank)
-        assert watched(record).html.count("said by ") == read
+        assert render_run(record).html.count("said by ") == read
 
 
 def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:

@@ -22,7 +22,7 @@ from taas.delivery.registered import apply_final
 from taas.notebook import pending
 from taas.notebook.cell_output import CellOutput, follow, plain_among, say
 from taas.notebook.tables import Shown, line, mending, notification, status
-from taas.notebook.watched_run import watched
+from taas.notebook.watched_run import render_run
 from taas.runs.events import COLLECTED
 from taas.runs.places import ProcessMark
 from taas.runs.reader import LOOK_SECONDS, RunReader, finish
@@ -104,7 +104,7 @@ class RunView:
         at_once |= told != self._told
         if self._display is not None and (at_once or below or time.monotonic() >= self._line_at):
             self._line_at = time.monotonic() + _DISPLAY_SECONDS
-            self._display.show(watched(record), below=below)
+            self._display.show(render_run(record), below=below)
         elif self._display is None and at_once and (text := line(record).text) != self._printed:
             self._printed = text
             say(*text.splitlines())

@@ -12,7 +12,7 @@ from taas.capture.collected import values_of
 from taas.errors import CaptureError, RunLost, RunStopped, TaasError
 from taas.notebook.live_view import LiveDisplay, what_next
 from taas.notebook.tables import Shown, plain
-from taas.notebook.watched_run import watched
+from taas.notebook.watched_run import render_run
 from taas.runs.events import RankEvents, plain_form, read_arguments
 from taas.runs.reader import RunReader, finish
 from taas.runs.records import RunRecord, read_record
@@ -167,7 +167,7 @@ class RunHandle:
         if self._value:
             ends = f"; .stop(), or %taas stop {name}, ends it" if record.live else ""
             hints = f".result() of this handle is what it returned{ends}"
-        return watched(record) + plain(hints), record.live
+        return render_run(record) + plain(hints), record.live
 
     def __repr__(self) -> str:
         return self._shown()[0].text

@@ -52,7 +52,7 @@ class _Written(NamedTuple):
         return f"<pre>{lines}</pre>{shown}" if shown or len(self.lines) > 1 else ""
 
 
-def watched(record: RunRecord, now: float | None = None) -> Shown:
+def render_run(record: RunRecord, now: float | None = None) -> Shown:
     """Show the run's line, with the time that is left if that is known, and the folded rows.
 
     ``now``: as :func:`line` has it.
