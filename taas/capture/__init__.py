@@ -12,7 +12,7 @@ In a rank::
 
     check_versions(peek(fd))
     arrival = arrive(fd, namespace, device="cuda:0")
-    arrival.dress(shell)
+    arrival.prepare_shell(shell)
     ...                                      # run the cell
     wait_for_devices()                       # a late error of the GPU is the cell's
     answer_fd = arrival.pack_answer(namespace, value)

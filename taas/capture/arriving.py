@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.answering import CellChanges
 from taas.capture.applying import NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
-from taas.capture.cells import cell_numbers, dress, keys_without_a_name, users_names
+from taas.capture.cells import cell_numbers, keys_without_a_name, prepare_shell, users_names
 from taas.capture.flat import LeftOut
 from taas.capture.heap import Heap, no_collection
 from taas.capture.holders import (
@@ -166,7 +166,7 @@ class Arrival:
                 f" notebook imported it, reload it there and make {name!r} again."
             ) from error
 
-    def dress(self, shell: InteractiveShell) -> None:
+    def prepare_shell(self, shell: InteractiveShell) -> None:
         """Give a rank's shell the numbers of earlier cells and their ``__future__`` imports.
 
         Tracebacks show the numbers.
@@ -176,7 +176,7 @@ class Arrival:
         self.cell_numbers = cell_numbers(shell)
         self.cell_numbers.update(contents["cells"])
         own = {*self.names, *self.held}
-        dress(
+        prepare_shell(
             shell, self._namespace, contents["history"], contents["extensions"], self._beside, own
         )
 

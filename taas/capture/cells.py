@@ -236,7 +236,7 @@ def cell_numbers(shell: InteractiveShell | None) -> dict[str, int]:
     return numbers
 
 
-def dress(
+def prepare_shell(
     shell: InteractiveShell,
     namespace: dict[str, Any],
     history: dict[str, Any],

@@ -245,7 +245,7 @@ class Prepared:
             payload, self.shell.user_ns, device=self.device, before=self.arrival, place=place
         )
         self.shell.execution_count = order.cell.execution_count
-        self.arrival.dress(self.shell)
+        self.arrival.prepare_shell(self.shell)
         answer_requests(Path(staged.output) / str(start.rank), self.arrival.cell_numbers)
         if start.rank == 0:
             self.arrival.mark()
