@@ -518,7 +518,7 @@ import sys
 from pathlib import Path
 from taas.project_sync import files_on_demand
 from taas.wire import deadlines
-deadlines.LATE_FILE = 0.3
+deadlines.FILE_ON_DEMAND = 0.3
 folder, project = sys.argv[1:]
 (Path(folder) / "index").write_text('["data/big.bin"]')
 files_on_demand.use(folder, project, "")

@@ -234,19 +234,19 @@ def _come(path: Any) -> bool:
         posix.rename(asking, pipe)  # now the agent sees the pipe, and that it has a reader
         waiting = select.poll()
         waiting.register(fd, select.POLLIN)
-        while not waiting.poll(deadlines.LATE_FILE * 1000):
+        while not waiting.poll(deadlines.FILE_ON_DEMAND * 1000):
             # The agent touches the pipe when a part of any file has come, and removes it to answer.
             try:
                 silent = time.time() - posix.stat(pipe).st_mtime
             except FileNotFoundError:
                 break
-            if silent >= deadlines.LATE_FILE:
+            if silent >= deadlines.FILE_ON_DEMAND:
                 posix.unlink(pipe)
                 raise TimeoutError(
                     errno.ETIMEDOUT,
                     "it is on the notebook's machine, and nothing has come from there for"
-                    f" {deadlines.LATE_FILE:.0f} s: see that the way to it is up, and run the cell"
-                    " again",
+                    f" {deadlines.FILE_ON_DEMAND:.0f} s: see that the way to it is up, and run the"
+                    " cell again",
                     name,
                 )
     finally:

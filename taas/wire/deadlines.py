@@ -57,6 +57,6 @@ SPARES_LOOK = 20.0  # between two looks whether the machine has memory for spare
 STORE_OPENS = 30.0  # for the store of a run on several machines to listen
 CONNECT = 60.0  # for an agent elsewhere to reach its supervisor
 IMPORTS_AHEAD = 60.0  # for a spare to import what the last rank imported
-LATE_FILE = 60.0  # for any part of a file to come that did not travel with the project
+FILE_ON_DEMAND = 60.0  # for any part of a file to come that did not travel with the project
 NAMES_PACKED = 60.0  # for rank 0 to pack its names after a failure
 SPARES_IDLE = 15 * 60.0  # for the next run to come before its spares are ended
