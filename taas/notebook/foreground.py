@@ -18,7 +18,7 @@ from taas.notebook.cell_output import say
 from taas.notebook.kernel_memory import said_of_kernel_memory
 from taas.notebook.live_view import RunView
 from taas.notebook.supervisor_link import SupervisorLink
-from taas.runs.reader import POLL_SECONDS, interrupted
+from taas.runs.reader import POLL_SECONDS, build_interrupt
 from taas.runs.records import RunRecord
 from taas.wire.clients import Refused, RunRequest, RunState, Submit
 from taas.wire.ranks import Answer
@@ -56,7 +56,7 @@ class Interrupts:
     def _press(self, number: int, frame: object) -> None:
         self.count += 1
         if self.count >= self._last:
-            raise interrupted(
+            raise build_interrupt(
                 "interrupted while the run's names were unpacked: some of them may have come"
             )
 
@@ -83,7 +83,7 @@ class Interrupts:
             supervisor.say(RunRequest(what="stacks"))
         if self._asked and supervisor.heard_at < self._asked_at < now - _SILENCE_SECONDS:
             supervisor.kill()
-            raise interrupted("the supervisor did not answer, and was killed with all its runs")
+            raise build_interrupt("the supervisor did not answer, and was killed with all its runs")
 
 
 def _begin(supervisor: SupervisorLink, submit: Submit, interrupts: Interrupts) -> RunRecord:
@@ -111,7 +111,7 @@ def start_background(
     record = _begin(supervisor, submit, interrupts)
     if interrupts.count:
         supervisor.say(RunRequest(run=record.name, what="interrupt"))
-        raise interrupted(f"{record.name} was interrupted before it had begun")
+        raise build_interrupt(f"{record.name} was interrupted before it had begun")
     return record
 
 
@@ -227,6 +227,6 @@ class _Foreground(RunView):
         self.take(applied)
         # Only what was being unpacked may be missing, but the person wants Run All to stop.
         if self._interrupts.count >= presses + 2:
-            raise interrupted(
+            raise build_interrupt(
                 "interrupted while the run's names were unpacked: what did not come is named above"
             )

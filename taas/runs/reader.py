@@ -112,7 +112,7 @@ def finish(record: RunRecord) -> None:
     """Raise the error of a run that did not end well."""
     if record.outcome == "interrupted":
         fate = "all its ranks stay" if record.kept_ranks else "all its ranks have ended"
-        raise interrupted(
+        raise build_interrupt(
             f"{record.name} was {record.message or 'interrupted'}: {fate}; {record.names}"
         )
     if record.outcome == "lost":
@@ -122,10 +122,10 @@ def finish(record: RunRecord) -> None:
         error.run = record.name
         raise error
     if record.outcome == "failed":
-        raise cell_failed(record)
+        raise build_cell_failed(record)
 
 
-def interrupted(fact: str) -> KeyboardInterrupt:
+def build_interrupt(fact: str) -> KeyboardInterrupt:
     """Build a KeyboardInterrupt that IPython shows as one line.
 
     The kernel's own position says nothing about the run.
@@ -148,7 +148,7 @@ def _others_in_words(record: RunRecord) -> str:
     return said
 
 
-def cell_failed(record: RunRecord) -> CellFailed:
+def build_cell_failed(record: RunRecord) -> CellFailed:
     """Build the error that shows the failing rank's own traceback."""
     first = record.first
     assert first is not None
