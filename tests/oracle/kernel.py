@@ -157,7 +157,7 @@ class _Kernel:
         import taas
         from taas import launcher
 
-        launcher.supervised = lambda **_: wire  # type: ignore[assignment]
+        launcher.get_supervisor = lambda **_: wire  # type: ignore[assignment]
         taas.load_ipython_extension(self._kernel.shell)
 
     def run(self, cell: str) -> Ran:
