@@ -41,7 +41,7 @@ from taas.delivery.messages import (
     Report,
     WorkerLost,
 )
-from taas.delivery.plans import LoaderBook
+from taas.delivery.plans import LoaderState
 from taas.delivery.slab import SlabFile
 from taas.delivery.transport import ControlServer, SlabServer, new_context
 from taas.wire.framing import Alive, Leave, MessageReader, Unreadable
@@ -74,8 +74,8 @@ class ProgressMeter:
     def tell(self, now: float, report: Callable[[Report], None]) -> None:
         """Report progress at ``now`` (monotonic seconds), if it has changed."""
         ledger = self._ledger
-        books = ledger.plans.loaders
-        if not self._prebuffered and books and all(map(self._is_prebuffered, books)):
+        loaders = ledger.plans.loaders
+        if not self._prebuffered and loaders and all(map(self._is_prebuffered, loaders)):
             self._prebuffered = True
         if (progress := self.progress(now)) != self._last:
             self._last = progress
@@ -84,15 +84,16 @@ class ProgressMeter:
     def progress(self, now: float) -> ProgressReport:
         """Return how far the delivery is."""
         ledger = self._ledger
-        books = ledger.plans.loaders
-        delivered = sum(book.delivered for book in books)
+        loaders = ledger.plans.loaders
+        delivered = sum(loader.delivered for loader in loaders)
         waited = [rank.waited for rank in ledger.room.ranks]
         return ProgressReport(
             Delivered(
-                ready=sum(book.ready for book in books),
+                ready=sum(loader.ready for loader in loaders),
                 delivered=delivered,
                 planned=sum(
-                    book.planned(begun=True) if book.units is None else book.units for book in books
+                    loader.planned(begun=True) if loader.units is None else loader.units
+                    for loader in loaders
                 ),
                 rate=self._rate(now, delivered),
                 waited=round(sum(waited) / len(waited), 4),
@@ -100,21 +101,21 @@ class ProgressMeter:
             len(ledger.workers),
             self._prebuffered,
             ledger.plans.is_over,
-            {book.facts.name: place for book in books if (place := book.place) is not None},
+            {loader.facts.name: place for loader in loaders if (place := loader.place) is not None},
         )
 
-    def _is_prebuffered(self, book: LoaderBook) -> bool:
+    def _is_prebuffered(self, loader: LoaderState) -> bool:
         return bool(
-            self._lacks(book) <= 0
-            or book.facts.error
-            or any(plan.ended and not plan.rows for plan in book.plans.values())
-            or self._ledger.is_full(book)
+            self._lacks(loader) <= 0
+            or loader.facts.error
+            or any(plan.ended and not plan.rows for plan in loader.plans.values())
+            or self._ledger.is_full(loader)
         )
 
-    def _lacks(self, book: LoaderBook) -> int:
+    def _lacks(self, loader: LoaderState) -> int:
         """Return how many more elements must be made before the ranks begin."""
-        asked = self._ledger.plans.prebuffer_rows * book.ranks
-        return min(asked, book.planned() or 1) - book.ready
+        asked = self._ledger.plans.prebuffer_rows * loader.ranks
+        return min(asked, loader.planned() or 1) - loader.ready
 
     def _rate(self, now: float, delivered: int) -> float:
         since, before = self._since or (now, delivered)
@@ -225,7 +226,9 @@ class Coordinator:
         self._final_by = now + self.config.patience
         self._meter.tell(now, self._report)
         begun = [
-            (book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun
+            (loader.index, *loader.last_begun)
+            for loader in self.ledger.plans.loaders
+            if loader.last_begun
         ]
         if PLANNER in self._lost or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
@@ -235,7 +238,7 @@ class Coordinator:
 
         The generators' states are not worth a run that does not end.
         """
-        begun = [book.facts.name for book in self.ledger.plans.loaders if book.last_begun]
+        begun = [loader.facts.name for loader in self.ledger.plans.loaders if loader.last_begun]
         self._end(Final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}")))
 
     def _end(self, final: Final) -> None:

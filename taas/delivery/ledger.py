@@ -22,7 +22,7 @@ from taas.delivery.config import DeliveryConfig
 from taas.delivery.headroom import Headroom, Reserve
 from taas.delivery.messages import Failed, Hello, Peer, Progress, Result, Ticket
 from taas.delivery.plan import Lease, Plan, Work
-from taas.delivery.plans import LoaderBook, Plans
+from taas.delivery.plans import LoaderState, Plans
 
 _WINDOW = 0.03
 """A worker has so many seconds of work leased beyond its current element."""
@@ -257,25 +257,25 @@ class Ledger:
 
     def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
         """Lease planned elements, one of each loader in turn, until no loader has any to lease."""
-        books = [book for book in self.plans.loaders if book.plans]
+        loaders = [loader for loader in self.plans.loaders if loader.plans]
         without = 0  # so many loaders in a row had no element to lease
-        while without < len(books):
+        while without < len(loaders):
             self._turn += 1
-            book = books[self._turn % len(books)]
-            without = 0 if self._lease_one(book, leases) else without + 1
+            loader = loaders[self._turn % len(loaders)]
+            without = 0 if self._lease_one(loader, leases) else without + 1
 
-    def _lease_one(self, book: LoaderBook, leases: dict[Peer, list[Ticket]]) -> bool:
+    def _lease_one(self, loader: LoaderState, leases: dict[Peer, list[Ticket]]) -> bool:
         """Lease the most urgent element of a loader for which there is room.
 
         Returns whether there was one.
         """
-        for plan, rank in self.plans.heads(book):
+        for plan, rank in self.plans.heads(loader):
             if not self.room.is_left(rank, plan, len(self.workers)):
                 continue
             worker = self._worker_for(plan.ranks[rank].queue[0])
             if worker is None:
                 return False  # all are busy enough, for any element of this loader
-            work = plan.take(rank, self.room.paces[book.index].size)
+            work = plan.take(rank, self.room.paces[loader.index].size)
             work.number = next(self._numbers)
             self.works[work.number] = work
             leases[worker.name].append(self._lease(work, worker))
@@ -340,15 +340,15 @@ class Ledger:
 
     # ── how it stands ─────────────────────────────────────────────────────────────────────────────
 
-    def is_full(self, book: LoaderBook) -> bool:
+    def is_full(self, loader: LoaderState) -> bool:
         """Return whether a loader has planned elements, and none may be made now.
 
         That is so until a rank consumes some.
         """
-        heads = list(self.plans.heads(book))
+        heads = list(self.plans.heads(loader))
         if not heads:
             return False
         for work in self.works.values():
-            if work.plan.loader == book.index and not all(lease.done for lease in work.leases):
+            if work.plan.loader == loader.index and not all(lease.done for lease in work.leases):
                 return False
         return not any(self.room.is_left(rank, plan, len(self.workers)) for plan, rank in heads)

@@ -30,7 +30,7 @@ _BACKLOG = 100_000
 
 
 @dataclass(slots=True)
-class LoaderBook:
+class LoaderState:
     """A registered loader with its facts, its open plans by iteration, and its remaining units."""
 
     index: int
@@ -147,7 +147,7 @@ class Plans:
         self.prebuffer_rows = (
             2 if config.prebuffer is None else max(1, -(-config.prebuffer // self.n))
         )
-        self.loaders: list[LoaderBook] = []
+        self.loaders: list[LoaderState] = []
         self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
         self.dropped: list[Work] = []  # leased for ranks that will never ask for it
@@ -161,7 +161,7 @@ class Plans:
     @property
     def is_over(self) -> bool:
         """Return whether every unit was consumed, so that no element is made any more."""
-        return bool(self.loaders) and all(book.is_over for book in self.loaders)
+        return bool(self.loaders) and all(loader.is_over for loader in self.loaders)
 
     # ── planner ───────────────────────────────────────────────────────────────────────────────────
 
@@ -170,11 +170,11 @@ class Plans:
         for index, fact in enumerate(facts):
             units = self._config.units_of(fact.name)
             self.loaders.append(
-                LoaderBook(index, fact, self.n, None if units is None else units // self.n)
+                LoaderState(index, fact, self.n, None if units is None else units // self.n)
             )
-        for book in self.loaders:
-            if not book.facts.error:
-                self._open(book, 0, book.facts.epoch)
+        for loader in self.loaders:
+            if not loader.facts.error:
+                self._open(loader, 0, loader.facts.epoch)
 
     def planned(self, message: Planned) -> None:
         """Take in indices from the planner; their plan may have been dropped."""
@@ -189,10 +189,10 @@ class Plans:
 
     def refill(self) -> None:
         """Ask the planner for what is needed soon: more indices, or the next iteration."""
-        for book in self.loaders:
-            for plan in list(book.plans.values()):
-                self._draw(book, plan)
-            latest = book.plans[max(book.plans)] if book.plans else None
+        for loader in self.loaders:
+            for plan in list(loader.plans.values()):
+                self._draw(loader, plan)
+            latest = loader.plans[max(loader.plans)] if loader.plans else None
             if (
                 latest is not None
                 and latest.ended
@@ -200,96 +200,104 @@ class Plans:
                 and latest.begun
                 and latest.rows
                 and not any(view.queue for view in latest.ranks)
-                and book.rows_left() != 0
+                and loader.rows_left() != 0
             ):
-                self._open(book, latest.iteration + 1, book.predicted_epoch(latest.iteration + 1))
+                self._open(
+                    loader, latest.iteration + 1, loader.predicted_epoch(latest.iteration + 1)
+                )
 
-    def _draw(self, book: LoaderBook, plan: Plan) -> None:
+    def _draw(self, loader: LoaderState, plan: Plan) -> None:
         """Ask for indices that are needed soon.
 
         The first request is made in any case, since its reply has the plan's seed.
         """
-        count = self._indices_wanted(book, plan)
+        count = self._indices_wanted(loader, plan)
         if not (plan.ended or plan.asked) and (count > 0 or plan.base_seed is None):
             plan.asked = True
-            goes_on = book.begun_at is not None and plan.iteration == book.begun_at[0] > 0
-            draw = Draw(plan.ident, book.index, plan.iteration, plan.epoch, max(count, 0), goes_on)
+            goes_on = loader.begun_at is not None and plan.iteration == loader.begun_at[0] > 0
+            draw = Draw(
+                plan.ident, loader.index, plan.iteration, plan.epoch, max(count, 0), goes_on
+            )
             self.outbox.append((PLANNER, draw))
 
-    def _indices_wanted(self, book: LoaderBook, plan: Plan) -> int:
+    def _indices_wanted(self, loader: LoaderState, plan: Plan) -> int:
         queues = [len(view.queue) for view in plan.ranks if not view.closed]
         if not queues or min(queues) > 128 or sum(queues) > _BACKLOG:
             return 0
         count = max(512, 64 * self.n) if plan.begun else 4 * self.prebuffer_rows * self.n
-        left = book.rows_left(plan)
+        left = loader.rows_left(plan)
         return count if left is None else min(count, left * self.n - plan.drawn)
 
-    def _open(self, book: LoaderBook, iteration: int, epoch: int | None) -> Plan:
-        number = plan_number(book.index, iteration, epoch)
-        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, book.facts.streamed)
-        self.by_number[plan.ident] = book.plans[iteration] = plan
+    def _open(self, loader: LoaderState, iteration: int, epoch: int | None) -> Plan:
+        number = plan_number(loader.index, iteration, epoch)
+        plan = Plan(
+            number, loader.index, iteration, epoch, self.n, self.uneven, loader.facts.streamed
+        )
+        self.by_number[plan.ident] = loader.plans[iteration] = plan
         return plan
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rank: int, message: Begin) -> None:
         """A rank calls ``iter()``; it knows the loaders already."""
-        book = self.loaders[message.loader]
-        disagreement = self._disagreement(rank, book, message)
-        refusal = disagreement or self._refusal(book)
+        loader = self.loaders[message.loader]
+        disagreement = self._disagreement(rank, loader, message)
+        refusal = disagreement or self._refusal(loader)
         number = plan_number(message.loader, message.iteration, message.epoch)
         if refusal:
             self.tell(rank, Ended(number, 0, refusal=refusal, disagree=bool(disagreement)))
             return
-        if (ahead := book.plans.get(message.iteration)) and ahead.epoch != message.epoch:
+        if (ahead := loader.plans.get(message.iteration)) and ahead.epoch != message.epoch:
             self._drop(ahead)  # it was planned for another epoch than the ranks chose
-        plan = self.by_number.get(number) or self._open(book, message.iteration, message.epoch)
-        if not book.begun_by:
-            self._go_on(book, plan, message)
-        book.begun_by.add(rank)
+        plan = self.by_number.get(number) or self._open(loader, message.iteration, message.epoch)
+        if not loader.begun_by:
+            self._go_on(loader, plan, message)
+        loader.begun_by.add(rank)
         plan.ranks[rank].begun = True
-        if book.last_begun is None or message.iteration > book.last_begun[0]:
-            book.last_begun = message.iteration, plan.epoch
-        self._draw(book, plan)
+        if loader.last_begun is None or message.iteration > loader.last_begun[0]:
+            loader.last_begun = message.iteration, plan.epoch
+        self._draw(loader, plan)
         self.tell_end(plan, rank)
 
-    def _go_on(self, book: LoaderBook, plan: Plan, message: Begin) -> None:
+    def _go_on(self, loader: LoaderState, plan: Plan, message: Begin) -> None:
         """A loader begins for the first time, after a restart perhaps in the middle."""
-        book.begun_at = (message.iteration, message.start)
-        for earlier in [other for other in book.plans.values() if other.iteration < plan.iteration]:
-            self._drop(earlier)
-        book.rows_closed = message.taken
-        book.delivered += (message.taken + message.start) * self.n
+        loader.begun_at = (message.iteration, message.start)
+        opened_ahead = list(loader.plans.values())
+        for earlier in opened_ahead:
+            if earlier.iteration < plan.iteration:
+                self._drop(earlier)
+        loader.rows_closed = message.taken
+        loader.delivered += (message.taken + message.start) * self.n
         self.dropped += plan.skip(message.start)
 
-    def _disagreement(self, rank: int, book: LoaderBook, message: Begin) -> str:
+    def _disagreement(self, rank: int, loader: LoaderState, message: Begin) -> str:
         here = (message.iteration, message.start)
-        if book.begun_at is not None and rank not in book.begun_by and book.begun_at != here:
+        if loader.begun_at is not None and rank not in loader.begun_by and loader.begun_at != here:
             return (
-                f"ranks disagree about where '{book.facts.name}' goes on: this rank begins at"
+                f"ranks disagree about where '{loader.facts.name}' goes on: this rank begins at"
                 f" iteration {here[0]}, step {here[1]}, another one began at iteration"
-                f" {book.begun_at[0]}, step {book.begun_at[1]}. Call taas.resume() in every rank,"
-                " with the same places"
+                f" {loader.begun_at[0]}, step {loader.begun_at[1]}. Call taas.resume() in every"
+                " rank, with the same places"
             )
-        plan = book.plans.get(message.iteration)
+        plan = loader.plans.get(message.iteration)
         if plan is not None and plan.begun and plan.epoch != message.epoch:
             return (
-                f"ranks disagree about the epoch of '{book.facts.name}': this rank called"
+                f"ranks disagree about the epoch of '{loader.facts.name}': this rank called"
                 f" set_epoch({message.epoch}), another one set_epoch({plan.epoch}), both for"
                 f" iteration {message.iteration}. Call set_epoch with the same number in every rank"
             )
         return ""
 
-    def _refusal(self, book: LoaderBook) -> str:
-        length = book.facts.length
+    def _refusal(self, loader: LoaderState) -> str:
+        length = loader.facts.length
         if (
             self.uneven == "raise"
             and length is not None
-            and not book.facts.per_rank
+            and not loader.facts.per_rank
             and length % self.n
         ):
-            return f"'{book.facts.name}' {unshared(length, self.n)}"
-        return book.facts.error
+            return f"'{loader.facts.name}' {unshared(length, self.n)}"
+        return loader.facts.error
 
     def close(self, rank: int, plan_id: int) -> None:
         """A rank asks for no more of a plan."""
@@ -298,9 +306,9 @@ class Plans:
             return
         self.dropped += plan.close(rank)
         if plan.closed:
-            book = self.loaders[plan.loader]
-            book.rows_before = book.rows_closed
-            book.rows_closed += min(view.consumed for view in plan.ranks)
+            loader = self.loaders[plan.loader]
+            loader.rows_before = loader.rows_closed
+            loader.rows_closed += min(view.consumed for view in plan.ranks)
             self._forget(plan)
 
     def consume(self, rank: int, plan_id: int, consumed: int, asked: int) -> None:
@@ -335,9 +343,9 @@ class Plans:
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
-    def heads(self, book: LoaderBook) -> Iterator[tuple[Plan, int]]:
+    def heads(self, loader: LoaderState) -> Iterator[tuple[Plan, int]]:
         """Yield (plan, rank) pairs whose next work may be leased, the most urgent first."""
-        for _, plan in sorted(book.plans.items()):
+        for _, plan in sorted(loader.plans.items()):
             ready = [
                 (view.queue[0].step, rank)
                 for rank, view in enumerate(plan.ranks)
