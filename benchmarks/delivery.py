@@ -591,12 +591,12 @@ def planner(_rounds: int) -> list[Row]:
     from taas.delivery.plan import plan_number
 
     ledger = Ledger(DeliveryConfig(new_keys(), 2, 1 << 28, "here", units={"*": 20_480_000}))
-    ledger.planner_joined(Hello(loaders=(LoaderFacts("d", None),)))
+    ledger.open_plans(Hello(loaders=(LoaderFacts("d", None),)))
     for rank in (0, 1):
-        ledger.rank_joined(rank, Hello())
+        ledger.add_rank(rank, Hello())
         ledger.plans.begin(rank, Begin(0, 0, None))
     for worker in range(8):
-        ledger.worker_joined(Peer("worker", 0, worker), True)
+        ledger.add_worker(Peer("worker", 0, worker), True)
     plan, made, consumed, longest = plan_number(0, 0, None), 0, [0, 0], 0.0
     gc.collect()
     gc.freeze()  # torch's objects are here, and not in the coordinator
@@ -609,7 +609,7 @@ def planner(_rounds: int) -> list[Row]:
         ledger.outbox.clear()
         for peer, message in outbox:
             if isinstance(message, Draw):
-                ledger.plans.planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
+                ledger.plans.take_planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
             elif isinstance(message, list):
                 ledger.made(peer, [Result(t.number, 4096, 0.0002) for t in message])
                 for ticket in message:
@@ -618,7 +618,7 @@ def planner(_rounds: int) -> list[Row]:
                 for rank in (0, 1):
                     below = max(0, consumed[rank] - 40)
                     ledger.plans.consume(rank, plan, below, below)
-                ledger.released([ledger.works[t.number] for t in message])
+                ledger.release([ledger.works[t.number] for t in message])
         longest = max(longest, time.process_time() - before)
     cost = (time.process_time() - start) / made * 1e6
     return [

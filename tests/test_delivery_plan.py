@@ -82,9 +82,9 @@ class World:
         self.asked: list[dict[int, int]] = [{} for _ in range(ranks)]
         self.held: list[list[Any]] = [[] for _ in range(ranks)]
         self.ends: list[dict[int, int]] = [{} for _ in range(ranks)]
-        self.ledger.planner_joined(Hello(loaders=tuple(self.facts)))
+        self.ledger.open_plans(Hello(loaders=tuple(self.facts)))
         for rank in range(ranks):
-            self.ledger.rank_joined(rank, Hello())
+            self.ledger.add_rank(rank, Hello())
         for _ in range(workers):
             self.hire()
         self.pump()
@@ -94,7 +94,7 @@ class World:
         self.names += 1
         self.todo[name] = deque()
         self.results[name] = []
-        self.ledger.worker_joined(name, self.rng.random() < 0.8)
+        self.ledger.add_worker(name, self.rng.random() < 0.8)
         self.pump()
 
     def pump(self) -> None:
@@ -113,7 +113,7 @@ class World:
             upto = min(at + message.count, self.lengths[loader])
             self.drawn[message.plan] = (loader, upto)
             indices = [pickle.dumps(i) for i in range(at, upto)]
-            self.ledger.plans.planned(
+            self.ledger.plans.take_planned(
                 Planned(message.plan, 5, indices, upto == self.lengths[loader])
             )
         elif isinstance(message, list):
@@ -203,12 +203,12 @@ class World:
         """Nobody uses what the rank holds, some of it was held for long."""
         numbers = [ticket.number for ticket in self.held[rank]]
         self.held[rank].clear()
-        self.ledger.progressed(rank, Progress([], numbers, 0.0))
+        self.ledger.take_progress(rank, Progress([], numbers, 0.0))
 
     def close(self, rank: int, plan: int, consumed: int) -> None:
         """The rank has ended a loop: what is here of it is dropped."""
         self.forget(rank, plan)
-        self.ledger.progressed(
+        self.ledger.take_progress(
             rank, Progress([PlanProgress(plan, consumed, consumed, True)], [], 0.0)
         )
 

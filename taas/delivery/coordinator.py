@@ -92,7 +92,7 @@ class ProgressMeter:
                 ready=sum(loader.ready for loader in loaders),
                 delivered=delivered,
                 planned=sum(
-                    loader.planned(begun=True) if loader.units is None else loader.units
+                    loader.count_planned(begun=True) if loader.units is None else loader.units
                     for loader in loaders
                 ),
                 rate=self._rate(now, delivered),
@@ -115,7 +115,7 @@ class ProgressMeter:
     def _lacks(self, loader: LoaderState) -> int:
         """Return how many more elements must be made before the ranks begin."""
         asked = self._ledger.plans.prebuffer_rows * loader.ranks
-        return min(asked, loader.planned() or 1) - loader.ready
+        return min(asked, loader.count_planned() or 1) - loader.ready
 
     def _rate(self, now: float, delivered: int) -> float:
         since, before = self._since or (now, delivered)
@@ -152,8 +152,8 @@ class Coordinator:
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
             list: ledger.made,
-            Progress: lambda rank, progress: ledger.progressed(rank.number, progress),
-            Planned: lambda _, planned: ledger.plans.planned(planned),
+            Progress: lambda rank, progress: ledger.take_progress(rank.number, progress),
+            Planned: lambda _, planned: ledger.plans.take_planned(planned),
             Begin: lambda rank, begin: ledger.plans.begin(rank.number, begin),
             Hello: self._on_hello,
             Final: lambda _, final: self._end(final),
@@ -276,17 +276,17 @@ class Coordinator:
         if peer == PLANNER:
             self._on_planner(hello)
         elif peer.role == "rank":
-            self.ledger.rank_joined(peer.number, msgspec.structs.replace(hello, rank=peer.number))
+            self.ledger.add_rank(peer.number, msgspec.structs.replace(hello, rank=peer.number))
         elif hello.error:
             self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
         elif self._hear(peer.pool) and peer.role == "worker" and peer not in self._lost:
-            self.ledger.worker_joined(peer, hello.shared)  # else this was said before it was lost
+            self.ledger.add_worker(peer, hello.shared)  # else this was said before it was lost
 
     def _on_planner(self, hello: Hello) -> None:
         if hello.error:
             self._fail(f"the planner cannot load the registered loaders:\n{hello.error}")
             return
-        self.ledger.planner_joined(hello)
+        self.ledger.open_plans(hello)
         ranks = self.config.ranks
         for facts in hello.loaders:
             if facts.note:

@@ -68,7 +68,7 @@ class Headroom:
             for rank in range(plans.n)
         ]
 
-    def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:
+    def take_progress(self, rank: int, waited: float, asked: Iterable[int]) -> None:
         """Take in how long a rank has waited in all, and lift limits that made it wait.
 
         ``asked`` are the plans that it has asked for.

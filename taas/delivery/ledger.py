@@ -84,7 +84,7 @@ class Ledger:
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
-    def rank_joined(self, number: int, hello: Hello) -> None:
+    def add_rank(self, number: int, hello: Hello) -> None:
         """Add a rank, which takes elements from now on."""
         self.joined[number] = hello
         self.outbox += [(name, hello) for name in self.workers]
@@ -93,26 +93,26 @@ class Ledger:
         if self._planner is not None:
             self.plans.tell(number, self._planner)
 
-    def planner_joined(self, hello: Hello) -> None:
+    def open_plans(self, hello: Hello) -> None:
         """The planner has the loaders, so plan their first iterations."""
         self._planner = hello
         self.plans.hello(hello.loaders)
         for rank in self.joined:
             self.plans.tell(rank, hello)
 
-    def progressed(self, rank: int, progress: Progress) -> None:
+    def take_progress(self, rank: int, progress: Progress) -> None:
         """Take in what a rank has done with its elements."""
         for of in progress.plans:
             self.plans.consume(rank, of.plan, of.consumed, of.asked)
-        self.released(self.works[number] for number in progress.released if number in self.works)
-        self.room.progressed(
+        self.release(self.works[number] for number in progress.released if number in self.works)
+        self.room.take_progress(
             rank, progress.waited, [of.plan for of in progress.plans if not of.closed]
         )
         for of in progress.plans:
             if of.closed:
                 self.plans.close(rank, of.plan)
 
-    def released(self, works: Iterable[Work]) -> None:
+    def release(self, works: Iterable[Work]) -> None:
         """Mark elements whose memory their ranks do not use, and will not look at, any more."""
         for work in works:
             work.over = work.released = True
@@ -136,7 +136,7 @@ class Ledger:
 
     # ── workers ───────────────────────────────────────────────────────────────────────────────────
 
-    def worker_joined(self, name: Peer, shared: bool) -> None:
+    def add_worker(self, name: Peer, shared: bool) -> None:
         """Add a worker, which takes tickets from now on."""
         self.workers[name] = WorkerState(name, shared)
         self.outbox += [(name, hello) for hello in self.joined.values()]
@@ -222,7 +222,7 @@ class Ledger:
 
     def pump(self) -> None:
         """Draw and lease all that has become possible."""
-        self.released(self.plans.dropped)
+        self.release(self.plans.dropped)
         self.plans.dropped.clear()
         self.plans.refill()
         leases: dict[Peer, list[Ticket]] = defaultdict(list)

@@ -71,7 +71,7 @@ class LoaderState:
         """
         return bool(self.facts.error) or (self.units is not None and self.delivered >= self.units)
 
-    def planned(self, *, begun: bool = False) -> int:
+    def count_planned(self, *, begun: bool = False) -> int:
         """Return how many elements are planned or delivered.
 
         ``begun``: without iterations that are only prepared, and without elements that a stream may
@@ -176,7 +176,7 @@ class Plans:
             if not loader.facts.error:
                 self._open(loader, 0, loader.facts.epoch)
 
-    def planned(self, message: Planned) -> None:
+    def take_planned(self, message: Planned) -> None:
         """Take in indices from the planner; their plan may have been dropped."""
         plan = self.by_number.get(message.plan)
         if plan is None or plan.ended:
