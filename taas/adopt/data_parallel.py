@@ -89,7 +89,7 @@ class Replicas:
         """Return whether ranks compute on GPUs."""
         return not self.membership.rehearsed and torch.cuda.is_available()
 
-    def _connected(self) -> ReplicaGroup:
+    def _connect(self) -> ReplicaGroup:
         """Return the ranks' group.
 
         It is made when the program first needs it, and again after the program has destroyed all
@@ -116,7 +116,7 @@ class Replicas:
         self._modules[module] = number, home
         if known is None:
             self.membership.tell(ADVICE.format(size=self.membership.world_size))
-            group = self._connected()
+            group = self._connect()
             group.take_from_rank_0([*module.parameters(), *module.buffers()])
             states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
             set_generators(group.exchange(states)[0], cuda=self.cuda)
@@ -135,7 +135,7 @@ class Replicas:
         """
         (number, meant), device = self.take_in(module), _device_of(module)
         self._passes += 1
-        one = ReplicaPass(self._connected(), module, batch, dim, (self._passes, number))
+        one = ReplicaPass(self._connect(), module, batch, dim, (self._passes, number))
         self.inside += 1
         try:
             with self._own_random_numbers():
@@ -383,7 +383,7 @@ class ReplicaPass:
             RanksDisagree: ranks are at different places, or have different batches.
             CannotAdopt: the replicas' outputs don't match.
         """
-        shapes, number = _described(self._batch)
+        shapes, number = _describe(self._batch)
         batch = f"{shapes} for {self._place}", number
         reports = self._group.exchange((batch, self._outputs, self._buffers, self._failure))
         batches, outputs, buffers, failures = zip(*reports, strict=True)
@@ -428,7 +428,9 @@ class ReplicaPass:
             i for i, outputs in enumerate(every) if self._grad and any(grad for _, grad in outputs)
         ]
         crossed = (
-            self._crossed([ways[i] for i in tracked], [rows[i] for i in tracked]) if tracked else ()
+            self._exchange([ways[i] for i in tracked], [rows[i] for i in tracked])
+            if tracked
+            else ()
         )
         joined = dict(zip(tracked, crossed, strict=True))
         results = (
@@ -441,7 +443,7 @@ class ReplicaPass:
         rows = tensor if tensor.dim() else tensor.reshape(1)
         return rows.narrow(way.dim, 0, 0) if self._idle else rows
 
-    def _crossed(self, ways: Sequence[Slices], rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _exchange(self, ways: Sequence[Slices], rows: Sequence[Tensor]) -> Sequence[Tensor]:
         if self._token is None:
             raise CannotAdopt(
                 f"The output of {type(self._module).__name__} depends on parameters that are not"
@@ -458,7 +460,7 @@ class ReplicaPass:
         return Slices((*rows, *(0,) * (len(shapes) - self._replicas)), dim)
 
 
-def _described(batch: Any) -> tuple[str, int]:
+def _describe(batch: Any) -> tuple[str, int]:
     """Return the shapes of a batch's tensors, and a number that depends on their content.
 
     The numbers of two different batches are almost certainly different.

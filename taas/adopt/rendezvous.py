@@ -220,7 +220,7 @@ class Rendezvous:
                 for the same place.
         """
         me = self.membership
-        rank, size = self._placed(*self._asked(url))
+        rank, size = self._rank_and_size(*self._ask(url))
         if size > me.world_size or not 0 <= rank < size:
             raise CannotAdopt(
                 f"init_process_group was asked for rank {rank} of {size}, but this run has"
@@ -315,7 +315,7 @@ class Rendezvous:
         names = ", ".join(map(str, missing))
         return f"rank(s) {names} had not come to this process group of {size}" if missing else None
 
-    def _asked(self, url: str) -> tuple[int, int]:
+    def _ask(self, url: str) -> tuple[int, int]:
         """Return rank and world size as the program gave them.
 
         It gave them in its call, or else in the environment.
@@ -325,7 +325,7 @@ class Rendezvous:
         size = query.get("world_size", [os.environ.get("WORLD_SIZE", str(me.world_size))])[0]
         return int(rank), int(size)
 
-    def _placed(self, rank: int, size: int) -> tuple[int, int]:
+    def _rank_and_size(self, rank: int, size: int) -> tuple[int, int]:
         """Return the rank and size in the run for a program that counts one machine only.
 
         With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. With numbers

@@ -138,11 +138,11 @@ class Arrival:
         builder = Builder(states, made, self.memory, namespace, tolerant=for_data)
         roots = (contents["for data"] if for_data else {}) or contents["roots"]
         for name, n in roots.items():
-            value = self._built(builder, name, n)
+            value = self._build(builder, name, n)
             if n not in builder.lost:
                 namespace[name] = value
         self._beside = {
-            name: self._built(builder, name, n) for name, n in contents["places"].items()
+            name: self._build(builder, name, n) for name, n in contents["places"].items()
         }
         whole = (
             {n: value for n, value in made.items() if n not in builder.lost}
@@ -156,7 +156,7 @@ class Arrival:
         """Bind names to a value that no payload has."""
         self._namespace.update(dict.fromkeys(names, value))
 
-    def _built(self, builder: Builder, name: str, n: int) -> Any:
+    def _build(self, builder: Builder, name: str, n: int) -> Any:
         try:
             return builder.build(n)
         except Exception as error:

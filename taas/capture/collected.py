@@ -46,11 +46,11 @@ class _CopyPickler(pickle.Pickler):
 
 def pack(names: Sequence[str], namespace: Mapping[str, Any], folder: Path) -> None:
     """Write a rank's values into its folder."""
-    values = {name: _packed(namespace[name]) for name in names if name in namespace}
+    values = {name: _pack(namespace[name]) for name in names if name in namespace}
     (folder / COLLECTED).write_bytes(msgspec.msgpack.encode(values))
 
 
-def _packed(value: Any) -> _Value:
+def _pack(value: Any) -> _Value:
     file = io.BytesIO()
     try:
         _CopyPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)

@@ -103,7 +103,7 @@ class _Reader(ast.NodeVisitor):
     def read(self, code: str) -> None:
         """Read Python of the notebook."""
         tree = ast.parse(code)
-        later: list[tuple[str, Iterable[str]]] = [*_later_in(_compiled(tree)).items()]
+        later: list[tuple[str, Iterable[str]]] = [*_later_in(_compile(tree)).items()]
         for node in ast.walk(tree):
             match node:
                 case ast.Name(id=word) | ast.Attribute(attr=word):
@@ -376,7 +376,7 @@ class _Reader(ast.NodeVisitor):
 
     def _inside(self, node: ast.expr) -> _Names:
         """Return what an expression uses; names of its own are none for the compiler."""
-        return global_names(_compiled(ast.Expression(node))) | self._texts.inside(node)
+        return global_names(_compile(ast.Expression(node))) | self._texts.inside(node)
 
     def _magic(self, node: ast.Expr, method: str, texts: list[str]) -> None:
         """Read a magic: as Python if it binds names of the cell, else any word may be a name."""
@@ -397,7 +397,7 @@ class _Reader(ast.NodeVisitor):
             self._bind_any()
 
 
-def _compiled(code: ast.Module | ast.Expression) -> types.CodeType:
+def _compile(code: ast.Module | ast.Expression) -> types.CodeType:
     """Compile code: who runs it shows the warnings."""
     mode = "exec" if isinstance(code, ast.Module) else "eval"
     with warnings.catch_warnings():

@@ -55,7 +55,7 @@ class _Raised(NamedTuple):
 
 def pack_failure(error: BaseException, where: str) -> bytes:
     """Pack an exception with its causes and contexts; ``where`` says where it was raised."""
-    chain = [_packed(one, is_cause=is_cause) for one, is_cause in chain_of(error)]
+    chain = [_pack(one, is_cause=is_cause) for one, is_cause in chain_of(error)]
     return pickle.dumps((where, chain))
 
 
@@ -107,7 +107,7 @@ def entries_of(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
 # ── on the data side ──────────────────────────────────────────────────────────────────────────────
 
 
-def _packed(error: BaseException, *, is_cause: bool) -> _Raised:
+def _pack(error: BaseException, *, is_cause: bool) -> _Raised:
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
         pickle.loads(pickled)  # type: ignore[arg-type]

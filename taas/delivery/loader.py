@@ -53,7 +53,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _connected() -> DeliveryConnection:
+def _get_connection() -> DeliveryConnection:
     if _parents is not None:
         raise DeliveryError(
             f"process {os.getpid()} was forked by a rank, and a registered loader yields in the"
@@ -185,7 +185,7 @@ class DeliveredLoader(DataLoader[Any]):
         )
 
     def _facts(self) -> tuple[int, LoaderFacts]:
-        if (known := _connected().welcome().get(self.taas_name)) is None:
+        if (known := _get_connection().welcome().get(self.taas_name)) is None:
             raise DeliveryError(
                 f"'{self.taas_name}' is not among the loaders of this run: register it before the"
                 " cell"
@@ -194,7 +194,7 @@ class DeliveredLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Return this rank's steps in one iteration."""
-        steps = _steps(_connected().config, self._facts()[1])
+        steps = _steps(_get_connection().config, self._facts()[1])
         steps = self._allowed() if steps is None else steps
         if steps is None:
             said = "has no length: its sampler or dataset has none"
@@ -202,7 +202,7 @@ class DeliveredLoader(DataLoader[Any]):
         return steps
 
     def _allowed(self) -> int | None:
-        config = _connected().config
+        config = _get_connection().config
         units = config.units_of(self.taas_name)
         return None if units is None else units // config.ranks
 
@@ -212,7 +212,7 @@ class DeliveredLoader(DataLoader[Any]):
         A loop that an earlier start of the run has finished is empty instead of an error, since the
         restarted cell still has to reach its save.
         """
-        connection = _connected()
+        connection = _get_connection()
         index, facts = self._facts()
         place = _START
         if not self._begun:  # elements that an earlier start of the run took count as taken

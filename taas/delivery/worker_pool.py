@@ -183,7 +183,7 @@ class Worker:
         if parts.iterable:
             self._flush()  # the next element may take long
             found = self._streams.make(ticket)
-            return _placed(found, region) if isinstance(found, PackedElement) else found
+            return _place(found, region) if isinstance(found, PackedElement) else found
         with stacking_into(None if ticket.loader in self._plain_stack else region):
             element = self._fetchers[ticket.loader].make(ticket.which, ticket.seed)
         try:
@@ -218,7 +218,7 @@ class Worker:
             self._unsent.setdefault(rank, []).append(frames)
 
 
-def _placed(found: PackedElement, region: RawRegion) -> tuple[RawRegion, bytes]:
+def _place(found: PackedElement, region: RawRegion) -> tuple[RawRegion, bytes]:
     """Return a packed element with its memory in this region, if there is room."""
     nbytes = found.memory.nbytes
     if region.take(nbytes) is None:

@@ -382,7 +382,7 @@ _UNITS |= {
 }
 
 
-def _measured(text: str) -> float:
+def _parse_quantity(text: str) -> float:
     """Return a decimal number times its unit."""
     number = re.match("[0-9.]+", text)
     assert number is not None
@@ -417,19 +417,19 @@ seconds = Kind(
     rf"(?=[^a-z]*[1-9]){_TIME}",
     "a number of seconds above 0, or a time such as 5min",
     "300",
-    _measured,
+    _parse_quantity,
     _time_meant,
 )
 """A length of time above 0, in seconds where no unit is given."""
 seconds_or_none = Kind(
-    _TIME, "a number of seconds, or a time such as 5min", "300", _measured, _time_meant
+    _TIME, "a number of seconds, or a time such as 5min", "300", _parse_quantity, _time_meant
 )
 """A length of time that may be 0."""
 size = Kind(
     r"[0-9]{1,15}|[0-9]{1,12}(?:\.[0-9]{1,6})?\s*[KMGT]i?B?",
     'a size: bytes, or "2 GiB", or "500 MB"',
     '"2 GiB"',
-    lambda text: int(_measured(text)),
+    lambda text: int(_parse_quantity(text)),
 )
 """A number of bytes."""
 run_name = Kind(

@@ -32,7 +32,7 @@ def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list
     names: set[str] = set()
     while waiting:
         text, folder = waiting.pop()
-        found = [*_imported(text, folder, project)]
+        found = [*_imported_files(text, folder, project)]
         # the text may be the notebook's; a file of the project does not see the notebook's names
         if folder == project:
             for name in {*_NAME.findall(text)} - names:
@@ -86,13 +86,13 @@ def _file_of(value: Any, project: Path) -> list[Path]:
     )
 
 
-def _imported(text: str, folder: Path, project: Path) -> Iterator[Path]:
+def _imported_files(text: str, folder: Path, project: Path) -> Iterator[Path]:
     """Yield the project's files that are imported by a text in this folder."""
     for dots, module, members, modules in _IMPORT.findall(text):
         if modules:
             for part in modules.split(","):
                 words = part.split()
-                yield from _files_named(words[0] if words else "", [folder, project])
+                yield from _files_of(words[0] if words else "", [folder, project])
             continue
         roots = [folder, project]
         if dots:
@@ -100,14 +100,14 @@ def _imported(text: str, folder: Path, project: Path) -> Iterator[Path]:
             for _ in dots[1:]:
                 start = start.parent
             roots = [start]
-        yield from _files_named(module, roots)
+        yield from _files_of(module, roots)
         for member in members.split(","):
             words = member.split()
             if words:
-                yield from _files_named(f"{module}.{words[0]}".strip("."), roots)
+                yield from _files_of(f"{module}.{words[0]}".strip("."), roots)
 
 
-def _files_named(module: str, roots: list[Path]) -> Iterator[Path]:
+def _files_of(module: str, roots: list[Path]) -> Iterator[Path]:
     """Yield the files of a module, and of the packages around it."""
     parts = module.split(".")
     for root in dict.fromkeys(roots):

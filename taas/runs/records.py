@@ -229,7 +229,7 @@ def read_record(folder: Path) -> RunRecord | None:
     path = folder / _RECORD
     try:
         file = path.stat()
-        record = copy(_decoded(path, file.st_ino, file.st_mtime_ns, file.st_size))
+        record = copy(_decode(path, file.st_ino, file.st_mtime_ns, file.st_size))
         if record.live and not record.supervisor.lives:
             # it may have ended at this moment
             record = _read(path.read_bytes())
@@ -253,7 +253,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 
 @lru_cache(maxsize=1024)
-def _decoded(path: Path, *_: int) -> RunRecord:
+def _decode(path: Path, *_: int) -> RunRecord:
     """Decode a record, once for each file that replaced it."""
     record: RunRecord = _read(path.read_bytes())
     return record
@@ -310,7 +310,7 @@ def find_run(
     Raises:
         HeaderError: there is none, or it is over.
     """
-    fitting = _called(name, records)
+    fitting = _find_named(name, records)
     best = max(own(fitting) or fitting, key=lambda record: (record.live, record.submitted))
     if live and not best.live:
         what = f"run {best.name}" if name else f"the last run, {best.name},"
@@ -318,7 +318,7 @@ def find_run(
     return best
 
 
-def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
+def _find_named(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
     fitting = [r for r in everything if name is None or name in (r.name, f"{r.name}-{r.id}")]
     if fitting:
         return fitting

@@ -230,7 +230,7 @@ def _told_of_saves(put: dict[str, int]) -> Iterator[str]:
 def _told(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str]:
     if aside := {path: ranks for path, ranks in kept.items() if 0 in ranks}:
         yield (
-            f"kept: {_described(aside)} as the run wrote it: changed here meanwhile, so yours is as"
+            f"kept: {_describe(aside)} as the run wrote it: changed here meanwhile, so yours is as"
             f" you left it, and %taas recover {run} --overwrite puts the run's in its place"
         )
     if others := {path: ranks for path, ranks in kept.items() if 0 not in ranks}:
@@ -240,13 +240,13 @@ def _told(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str
             f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
         )
         yield (
-            f"kept: {_described(others)} from"
+            f"kept: {_describe(others)} from"
             f" {ranks_in_words({rank for ranks in others.values() for rank in ranks})}, which rank"
             f" 0 did not write: %taas recover {run} brings them into the project{share}"
         )
 
 
-def _described(kept: Versions) -> str:
+def _describe(kept: Versions) -> str:
     size = sum(file.lstat().st_size for ranks in kept.values() for file in ranks.values())
     return f"{_some(list(kept))} ({counted(len(kept), 'file')}, {size_in_words(size)})"
 

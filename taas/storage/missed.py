@@ -41,7 +41,7 @@ def explain_missing(error: BaseException, table: Table, denial: Denial) -> str |
             return None  # it speaks for itself
         text = text_of(link)
         if isinstance(link, subprocess.CalledProcessError):
-            text = "\n".join(_decoded(said) for said in (link.stderr, link.stdout))
+            text = "\n".join(_decode(said) for said in (link.stderr, link.stdout))
         if not _NOT_THERE.search(text) or _missed_by_python(link, table):
             continue
         if place := _named_in(text, table):
@@ -60,7 +60,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def _decoded(said: str | bytes | None) -> str:
+def _decode(said: str | bytes | None) -> str:
     return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
 
 
