@@ -5,7 +5,7 @@ In the notebook's kernel::
     check_syntax(body, shell)
     with capture(body, shell.user_ns, shell, project=project) as captured:
         ...                                  # captured.fd to the ranks, its notices to the user
-        applied = captured.apply(answer_fd)  # in place changes, rebound names
+        applied = captured.apply(answer_fd)    # objects change in place, names are rebound
         kept = captured.kept()               # if the ranks stay: for ``capture(…, kept=kept)``
 
 In a rank::

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _SMALL = 4096
 """Bytes of a part that is not worth leaving behind."""
 _BESIDE = 1 << 20
-"""Bytes that an answer has beside its parts, at most."""
+"""An answer needs at most this many bytes beside its parts."""
 _told_parted: dict[tuple[int, str], int] = {}
-"""What this process has told of attributes that stay with it: by object and name, the id of what
-was there.
+"""What this process has reported of attributes that stay with it: by object id and attribute name,
+the id of the value that was reported.
 """
 
 
@@ -48,7 +48,7 @@ class CellChanges:
         self._heap: Heap = arrival.heap
         self._known = arrival.known
         self._lost = self._keys_lost()
-        self._named: set[str] = set()  # among the lost, with all that is in them
+        self._named: set[str] = set()  # names in ``_lost``, with all that is in them
         self._places_now = holders(arrival.project)
         self._describe()
         self._roots, self._places = self._number_roots()
@@ -76,7 +76,7 @@ class CellChanges:
         self._heap.describe_after(known, reader, self._known)
 
     def _keys_lost(self) -> list[Lost]:
-        """Name what the cell has put under keys of the namespace that are no names."""
+        """Report the keys of the namespace that the cell has set and that are no names."""
         if self._arrival.returned is not None:
             return []
         why = "names are texts of UTF-8, and this key is none (bind it to an ordinary name)"
@@ -87,9 +87,9 @@ class CellChanges:
     def write(self, *, last: bool) -> int:
         """Write what changed into a sealed memfd; return its descriptor.
 
-        Unless it is the ``last``, another answer follows that counts in its place.
+        If ``last`` is false, a later answer will replace this one.
 
-        Where there is no room for all of it, what is largest stays behind, and is named.
+        If memory is short, the largest parts stay behind, and the user reads their names.
         """
         process_state = self._process_state()
         while True:
@@ -143,14 +143,14 @@ class CellChanges:
         return fd
 
     def _patches(self, wanted: set[int] | None) -> list[tuple[int, int, memoryview]]:
-        """Return the changed parts of the notebook's memory, but for objects that are held back."""
+        """Return the changed parts of the notebook's memory, except that of held-back objects."""
         heap, arrival = self._heap, self._arrival
         as_before = heap.only_among(self._held_back, heap.before)
         kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
         return [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
 
     def _leave_largest(self, short: NoRoom) -> None:
-        """Refuse the largest parts of what was to be written, until the others have room."""
+        """Refuse the largest parts of the answer until the rest fits."""
         parts = sorted(self._parts(), reverse=True)
         total = sum(nbytes for nbytes, _ in parts)
         if not parts:
@@ -225,10 +225,10 @@ class CellChanges:
         }
 
     def _unwrapped(self) -> list[tuple[int | None, int, str]]:
-        """Return what the notebook gets without its parallel wrapper.
+        """Return the modules that the notebook gets without their parallel wrapper.
 
-        That is in what it is (None: under a name, or in containers), its number, and what wrapped
-        it.
+        Each is (owner, module, wrapper): the owner's number, or None if a name or a container holds
+        the module; the module's number; and the name of the wrapper's class.
         """
         heap = self._heap
         kinds = {cls for cls in {*map(type, heap.objects)} if is_wrapper(cls)}
@@ -243,7 +243,7 @@ class CellChanges:
         for wrapper in wrappers:
             what = (heap.states[wrapper] or NO_STATE)[2][0], type(heap.objects[wrapper]).__name__
             reached = [wrapper]
-            for n in reached:  # grows
+            for n in reached:  # the loop appends to it
                 found += [(None, *what)] if n in named else []
                 for holder in {*held_by.get(n, ())} - {NAMESPACE, *reached}:
                     if is_container(heap.objects[holder]):
@@ -257,7 +257,7 @@ class CellChanges:
             return None
         try:
             changes = self._arrival.state.changes()
-        except Exception as error:  # a cell may have replaced whatever is asked
+        except Exception as error:  # the cell may have replaced any function that is called here
             self._lost.append(Lost(*not_brought(error)))
             return None
         self._lost += map(Lost, self._arrival.state.stayed)
@@ -266,7 +266,7 @@ class CellChanges:
     def _tell_left_out(self) -> None:
         """Report the parts of modules, loggers and formatters that cannot come back.
 
-        A part that is the same one as before the cell is not reported, as the notebook has it.
+        A part that the cell has not replaced is not reported: the notebook has it.
         """
         heap, before = self._heap, self._arrival.left_before
         for path, one in heap.left.items():
@@ -313,19 +313,19 @@ class CellChanges:
         return roots, places
 
     def _of(self, numbers: Container[int]) -> list[str]:
-        """Return the names and places of some objects."""
+        """Return the names and places that these objects have."""
         return [name for name, n in (self._roots | self._places).items() if n in numbers]
 
     def _refuse(self) -> set[int]:
-        """Return what stays as it was, since a part of it cannot travel; name it to the user.
+        """Return the objects that stay as they were because a part cannot travel; report them.
 
-        What is new to the notebook is left out, with the names and places that hold it.
+        An object that is new to the notebook is left out, with the names and places that hold it.
         """
         heap, roots = self._heap, self._roots | self._places
         new, held_back = refuse(heap, self._diff, self._known, roots.values())
         for name in self._refused_names(held_back, is_any=bool(new)):
             self._named.add(name)
-            # the notebook has nothing in its place
+            # the notebook has no older value to keep
             is_new = roots[name] in new or roots[name] >= self._known
             why = self._why(name) + ("" if is_new else AS_BEFORE)
             self._lost.append(Lost(name or "the cell's last value", why, name))
@@ -334,14 +334,14 @@ class CellChanges:
         return held_back
 
     def _refused_names(self, held_back: set[int], *, is_any: bool) -> list[str]:
-        """Return the names and places that have to be named for what is refused, once each."""
+        """Return the names and places to report for what is refused, each once."""
         heap, roots = self._heap, self._roots | self._places
         found = self._of(held_back)
         reached = heap.reached(roots[name] for name in found)
         for n in [*heap.failed] if is_any else ():
             if n in reached:
                 continue
-            # No name stays whole for it, but one has it somewhere in a container.
+            # Every name that holds it is refused; one of them has it in a container.
             around = self._of(heap.holding([n], range(len(heap.objects))))[:1]
             found += [name for name in around if name not in found]
         return [name for name in found if name not in self._named]

@@ -27,7 +27,7 @@ from taas.import_hooks import is_edited, note_files
 from taas.wording import first_line
 
 NOTHING: Any = object()
-"""There was no value, or it could not travel."""
+"""Stands for a value that does not exist, or that could not travel."""
 _FEW = 20
 AS_BEFORE = ", so all of it is as it was before the cell"
 
@@ -40,17 +40,17 @@ class Applied:
     deleted: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # what could not be brought back, a line each
     value: Any = NOTHING  # of the last expression
-    cells: dict[str, int] = field(default_factory=dict)  # whose functions came: ``In[n]`` by file
+    cells: dict[str, int] = field(default_factory=dict)  # ``In[n]`` by file, of functions that came
     there: list[str] = field(default_factory=list)  # names that rank 0 has
-    own: list[str] = field(default_factory=list)  # of these, what is something else there
-    # what has a parallel wrapper, or shards, there
+    own: list[str] = field(default_factory=list)  # those of them with another value there
+    # names whose value has a parallel wrapper, or shards, in rank 0
     wrapped: list[str] = field(default_factory=list)
     ranks: int = 1
-    # new loaders and samplers that have one rank's part of data
+    # new loaders and samplers that have one rank's share of data
     shares: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)  # what was put elsewhere than under names
+    places: list[str] = field(default_factory=list)  # where values came to that no name holds
     numbers: set[int] = field(default_factory=set, repr=False)  # of objects that came or changed
-    # that both know now, by region
+    # the memory that both sides know now, by region
     memory: dict[int, Stretch] = field(default_factory=dict, repr=False)
     next_region: int = 0
 
@@ -64,8 +64,9 @@ def apply_answer(
 ) -> Applied:
     """Apply an answer: build new objects, change known ones in place; ``heap`` learns what came.
 
-    ``loaded`` are the specs of the project's modules when names travelled; None: names only are
-    brought. New names are bound as they come, for methods that rebuild others.
+    ``loaded`` has the specs that the project's modules had when the names travelled. With None,
+    only names are brought. New names are bound as they come, because methods that rebuild other
+    objects may use them.
     """
     with no_collection():
         answer = _Incoming(fd, namespace, heap, known)
@@ -99,7 +100,7 @@ class _Incoming:
     def set_apart(self, loaded: Mapping[str, Any] | None) -> None:
         """Leave alone the modules that were edited or reloaded here while the cell ran, and say so.
 
-        With ``loaded`` None, only names are brought, and nothing else is touched.
+        If ``loaded`` is None, only names are brought, and everything else is left alone.
         """
         contents = self._contents
         if loaded is None:
@@ -117,13 +118,13 @@ class _Incoming:
                 self._lose(f"data of {name}", why)
 
     def build(self) -> None:
-        """Build all that is new; what is not whole is left out, and told."""
+        """Build all new objects; leave out and report those that cannot be built whole."""
         contents, builder = self._contents, self._builder
         self._payload.take_sources()
         for name in contents["reloaded"]:
             try:
                 importlib.reload(sys.modules[name])
-            except BaseException as error:  # what a module's own code raises
+            except BaseException as error:  # code of a module may raise anything
                 self._lose(f"the reload of {name}", f"{type(error).__name__}: {error}")
         if contents["reloaded"]:
             note_files()
@@ -158,7 +159,7 @@ class _Incoming:
         return f"{what} cannot be rebuilt here ({loss.reason})"
 
     def apply(self) -> Applied:
-        """Put everything in place, and compare it with what rank 0 had."""
+        """Put everything in its place, and compare it with what rank 0 had."""
         applied, header, contents = self._applied, self._payload.header, self._contents
         held_back = self._held_back()
         memories = self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
@@ -179,7 +180,7 @@ class _Incoming:
         if contents["process state"] is not None:
             try:
                 process_state.put(contents["process state"])
-            except Exception as error:  # an earlier cell may have replaced whatever is set
+            except Exception as error:  # an earlier cell may have replaced anything that is set
                 self._lose(*process_state.not_brought(error))
         known = [*self._heap.objects]
         self._learn(changed)
@@ -200,7 +201,7 @@ class _Incoming:
         return applied
 
     def _settle(self, changed: list[int]) -> None:
-        """Settle new objects here; remember which of them were rank 0's share, or had a wrapper."""
+        """Settle new objects here; remember which were rank 0's share, and which had a wrapper."""
         made, contents, lost = self._made, self._contents, self._builder.lost
         new = [made[n] for n in (*contents["states"], *changed) if n in made and n not in lost]
         try:
@@ -220,7 +221,7 @@ class _Incoming:
         remember_unwrapped(found, named)
 
     def _held_back(self) -> set[int]:
-        """Return the objects that stay as they were, as a part of them cannot be built; say so."""
+        """Return the objects that stay as they were because a part cannot be built; report them."""
         lost = self._builder.lost
         changed = self._contents["changed"].items()
         parts = {n: [c for c in state[2] if c in lost] for n, (state, _) in changed}
@@ -266,10 +267,10 @@ class _Incoming:
             )
 
     def _learn(self, changed: list[int]) -> None:
-        """Learn the numbers of what came, read it again, and name what differs from rank 0's.
+        """Learn the numbers of what came, read it again, and report what differs from rank 0's.
 
-        Memory is compared by where it is, not by what is in it; what a protocol does not tell of an
-        object cannot be compared.
+        Memory is compared by its place, not by its content. What an object's protocol does not tell
+        cannot be compared.
         """
         heap, contents = self._heap, self._contents
         lost = self._builder.lost
@@ -297,16 +298,16 @@ class _Incoming:
             return False
         if isinstance(value, type):  # Python orders a class's attributes as they are set
             return False
-        if self._heap.number.get(id(value)) != n:  # it stands for another one: what was wrapped
+        if self._heap.number.get(id(value)) != n:  # it stands for the wrapper that rank 0 has
             return False
         own = type(value).__module__ == "__main__" and keeps_all_attributes(type(value))
         return kind != "reading" or own
 
 
 def _in_few_lines(lost: Iterable[Lost], sharded: Collection[str]) -> list[str]:
-    """Return the lines for what is lost; names of which ranks have shards share one line.
+    """Return the lines for what is lost; names whose values are sharded there share one line.
 
-    Whatever part of such a name could not come, the shards are the reason.
+    Whichever part of such a name did not come, the shards are the reason.
     """
     shards: dict[str, None] = {}
     others: list[str] = []

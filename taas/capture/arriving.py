@@ -1,4 +1,4 @@
-"""Unpack names in a rank, and keep what ``answering`` has to know to send back what changes."""
+"""Unpack names in a rank, and keep what ``answering`` needs in order to send changes back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _UNCHANGEABLE = (
 
 
 class Arrival:
-    """The captured names in a rank, and what has to be known to send back what changes."""
+    """The captured names in a rank, and what is needed in order to send changes back."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Arrival:
         self._goes_on = before is not None
         self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace], math.inf)
         if before is not None:
-            there = before.memory.stretches  # other ranks than 0 have no memory of answers
+            there = before.memory.stretches  # only rank 0 has the memory of answers
             known = {number: there[number] for number in held["regions"] if number in there}
             self.heap.go_on(before.heap, held["numbers"], contents["first"])
             before.close()
@@ -99,13 +99,13 @@ class Arrival:
 
     @property
     def left_behind(self) -> dict[str, str]:
-        """Why names of the notebook did not come, by name."""
+        """By name, why names of the notebook did not come."""
         return self.contents["left behind"]  # type: ignore[no-any-return]
 
     def run_setup_cells(self) -> None:
         """Run the setup cells that are new to this process.
 
-        Raises :class:`CaptureError` where one fails.
+        Raises :class:`CaptureError` if one fails.
         """
         cells = [SetupCell._make(cell) for cell in self.contents["setup"]]
         before = {**self._namespace} if cells else self._namespace
@@ -118,14 +118,14 @@ class Arrival:
         self._of_setup.update(bound)
 
     def is_of_setup(self, name: str, value: Any) -> bool:
-        """Tell whether a setup cell bound this value here; the notebook has another one."""
+        """Tell whether a setup cell bound this value here; the notebook has its own."""
         return self._of_setup.get(name, self) is value
 
     def load(self, *, for_data: bool = False) -> Builder:
-        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here.
+        """Bind the names; raise :class:`CaptureError` if an object cannot be rebuilt here.
 
-        ``for_data``: those of a data process, which is without a GPU; what cannot be rebuilt is
-        left out.
+        ``for_data``: bind the names of a data process, which has no GPU, and leave out objects that
+        cannot be rebuilt.
         """
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
         deleted = contents["held"]["deleted"]
@@ -153,7 +153,7 @@ class Arrival:
         return builder
 
     def bind(self, names: list[str], value: Any) -> None:
-        """Bind names to a value that no payload has."""
+        """Bind names to a value that no payload carries."""
         self._namespace.update(dict.fromkeys(names, value))
 
     def _build(self, builder: Builder, name: str, n: int) -> Any:
@@ -181,7 +181,7 @@ class Arrival:
         )
 
     def mark(self) -> None:
-        """Take what changes are found against, right before the cell runs."""
+        """Record the state right before the cell, with which ``pack_answer`` compares."""
         with no_collection():
             left_out.clear()
             tell_again()
@@ -200,10 +200,10 @@ class Arrival:
     ) -> int:
         """Write what the cell changed into a sealed memfd, which the caller owns.
 
-        A rank with a GPU has waited for it before.
+        A rank with a GPU waits for the GPU before it calls this.
 
-        ``value`` is that of the last expression. Unless it is the ``last``, another answer follows
-        that counts in its place.
+        ``value`` is the value of the cell's last expression. If ``last`` is false, a later answer
+        will replace this one.
         """
         with no_collection():
             return CellChanges(self, namespace, value).write(last=last)
@@ -211,7 +211,7 @@ class Arrival:
     def patches(self, reached: set[int] | None) -> Iterator[tuple[int, int, memoryview]]:
         """Yield region, start and bytes of each changed part of the notebook's memory.
 
-        ``reached`` are the objects whose memory is asked for; None means all.
+        ``reached`` are the objects whose memory is wanted; None means all objects.
         """
         asked = {*self.memory.stretches}
         if reached is not None:
@@ -226,7 +226,7 @@ class Arrival:
                 yield number, start, view_of(address + start, end - start, host)
 
     def close(self) -> None:
-        """Give up the payload's descriptor; no answer can be packed afterwards."""
+        """Close the payload's descriptor; no answer can be packed afterwards."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -241,12 +241,22 @@ def arrive(
     before: Arrival | None = None,
     place: Place | None = None,
 ) -> Arrival:
-    """Unpack a payload in a rank; mark the arrival before a cell whose names will be sent back.
+    """Unpack a payload in a rank.
 
-    CUDA tensors land on ``device``; ``cuda``: where they were; None: in host memory. ``before``, of
-    this process' last cell, is closed. ``place`` is which rank this is. Raises
-    :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where an object
-    cannot be rebuilt.
+    A rank whose names will be sent back calls :meth:`Arrival.mark` before the cell.
+
+    Args:
+        fd: the payload, a sealed memfd.
+        namespace: the rank's, in which the names are bound.
+        device: where CUDA tensors go. ``cuda``: each to the device number that it had. None: to
+            host memory.
+        project: the project's folder in this process; None: where it is in the notebook's.
+        before: the arrival of this process's last cell; this closes it.
+        place: which rank this is.
+
+    Raises:
+        VersionMismatch: before anything is unpickled.
+        CaptureError: an object cannot be rebuilt here.
     """
     arrival = Arrival(fd, namespace, device=device, before=before, place=place)
     _load_with_state(arrival, project)
@@ -269,7 +279,7 @@ def _load_with_state(arrival: Arrival, project: Path | None, *, for_data: bool =
 
 
 def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) -> None:
-    """Settle new objects in this process, before random states are set, as this may draw."""
+    """Settle new objects in this process before random states are set, because it may draw."""
     new = [builder.made[n] for n in builder.states if n in builder.made and n not in builder.lost]
     shares = [
         builder.made[n]
@@ -280,7 +290,7 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
         wrapped = arrival.contents["wrapped"]
         settle(new, shares, arrival.place, without_gpu=without_gpu, wrapped=wrapped)
         if arrival.place is not None and not without_gpu:
-            # all ranks in one order: they meet in it
+            # in the same order in all ranks: wrapping is collective
             for by, n, names in arrival.contents["again"]:
                 arrival.bind(names, wrap_again(builder.made[by], builder.made[n]))
     except Exception as error:
@@ -292,11 +302,13 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
 
 
 def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
-    """Unpack a payload in a data process: no GPU, no answer, and what fails is left out.
+    """Unpack a payload in a data process: no GPU, no answer; leave out names that fail.
 
-    Returns the objects of a ``kind``, in the order in which they were captured. Raises
-    :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where one of these
-    cannot be rebuilt.
+    Returns the objects of a ``kind`` in the order in which they were captured.
+
+    Raises:
+        VersionMismatch: before anything is unpickled.
+        CaptureError: one of the returned objects cannot be rebuilt here.
     """
     arrival = Arrival(fd, namespace, device=None)
     builder = _load_with_state(arrival, project, for_data=True)
@@ -309,11 +321,11 @@ def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> lis
 
 
 def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) -> Applied:
-    """Bring a run's names into a notebook that did not start it; raises as :func:`arrive`.
+    """Bring a run's names into a notebook that did not start it; raises as :func:`arrive` does.
 
-    The names the cell was given are unpacked first, as in a rank, and changed as rank 0 changed
-    them. What the notebook has under the same name stays if the cell could not have changed it:
-    numbers, text, functions, classes, modules.
+    The names that the cell was given are unpacked first, as in a rank, and then changed as rank 0
+    changed them. The notebook keeps its own value of a name if the cell could not have changed the
+    value: a number, text, function, class or module.
     """
     arrival = Arrival(payload_fd, namespace, device=None)
     set_apart(all_holders())

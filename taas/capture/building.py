@@ -1,9 +1,9 @@
 """Build objects from flat states: make each one, then fill it, children before their holders.
 
-The arguments that an object is made with are built before it.
+The arguments that an object is made with are built before the object.
 
-In a cycle an object is filled as soon as all its children are made. Objects that are there already
-are filled only: that is how a notebook's object changes in place.
+In a cycle, an object is filled as soon as all its children are made. Objects that exist already are
+only filled: that is how a notebook's object changes in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BOXES: dict[str, Callable[[], Any]] = {
 
 
 class Step(enum.Enum):
-    """What comes next with an object that is being built."""
+    """The next step for an object that is being built."""
 
     BEGIN = "if all its children are made, make and fill it"
     MAKE = "make it, of the children that it is made with"
@@ -49,10 +49,11 @@ class Loss(NamedTuple):
 class Builder:
     """Makes and fills the objects of a table, and puts them into ``made`` by number.
 
-    Objects that are here already are in ``made`` from the beginning; None stands there for an
+    Objects that exist here already are in ``made`` from the beginning. None stands there for an
     object that could not be made.
 
-    With ``tolerant``, what fails costs itself and what needs it, and is noted in ``lost``.
+    If ``tolerant``, an object that fails is lost together with the objects that need it; ``lost``
+    lists them.
     """
 
     def __init__(
@@ -68,16 +69,16 @@ class Builder:
         self._tolerant = tolerant
         self.lost: dict[int, Loss] = {}
         self._begun: set[int] = set()
-        self._open: dict[int, Any] = {}  # what blobs say of what is not filled yet
+        self._open: dict[int, Any] = {}  # contents of the blobs of objects that are not filled yet
 
     def build(self, root: int) -> Any:
         """Build an object with all that is in it.
 
-        Unless tolerant, this raises what a protocol of its class raises.
+        If the builder is not tolerant, this raises whatever the protocol of a class raises.
         """
         states, begun, made = self.states, self._begun, self.made
         stack = [(root, Step.BEGIN)]
-        late: list[int] = []  # in a cycle: some of their children are not made yet
+        late: list[int] = []  # objects in a cycle, some of whose children are not made yet
         while stack:
             n, step = stack.pop()
             if step is Step.BEGIN:
@@ -131,7 +132,7 @@ class Builder:
             if because is None:
                 step(n)
                 return
-        except BaseException as error:  # whatever a user's own protocol raises, SystemExit included
+        except BaseException as error:  # a user's own protocol may raise anything, even SystemExit
             if not self._tolerant:
                 self._abandon(n, *self._open)
                 raise
@@ -144,14 +145,14 @@ class Builder:
         self.lost[n], self.made[n] = because, None
 
     def _abandon(self, *numbers: int) -> None:
-        """Change the class of objects that will never be filled, so that they end in silence.
+        """Change the class of objects that will never be filled, so that their end raises nothing.
 
-        The ``__del__`` of their own class would need what they lack.
+        The ``__del__`` of their own class would use attributes that they lack.
         """
         for n in numbers:
             value = self.made.get(n)
             if attribute_of_class(type(value), "__del__") is not None:
-                with contextlib.suppress(TypeError):  # its class keeps something in slots, or in C
+                with contextlib.suppress(TypeError):  # their class has slots, or fields in C
                     object.__setattr__(value, "__class__", Abandoned)
 
     def _complete(self, n: int) -> None:
@@ -179,14 +180,14 @@ class Builder:
 
 
 class Abandoned:
-    """What an object is that was made and could not be filled."""
+    """The class of an object that was made and could not be filled."""
 
 
 def change(value: Any, before: State, state: State, children: list[Any], how: How) -> None:
     """Change an object in place, from the state ``before`` to ``state``.
 
-    One of which all that is told are attributes of it keeps those that are not told: a lock that
-    its protocol leaves out.
+    If the states consist of attributes only, the object keeps the attributes that they leave out,
+    such as a lock that its protocol does not pickle.
     """
     kind, said = state[0], _loads(state[1])
     known, names = _attributes_told(before[0], _loads(before[1])), _attributes_told(kind, said)
@@ -200,7 +201,7 @@ def change(value: Any, before: State, state: State, children: list[Any], how: Ho
 
 
 def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
-    """Return the names of what an own protocol said, if that is attributes alone."""
+    """Return the attribute names in what a protocol of its own told, if it told only attributes."""
     if kind != "reading":
         return None
     _, is_attributes, _, _, state_said = said
@@ -209,29 +210,26 @@ def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
     told = state_said[0]
     if type(told) is not tuple:
         return [*told]
-    # An inline dict; of one with parts that have numbers, keys and values stand apart.
+    # An inline dict. If a part of it has a number, keys and values are separate.
     _, _, items = told
     return [*(items[0] if type(items) is tuple else items)]
 
 
 # ------------------------------------------------ what blobs say; ``rest`` are an object's children
 #
-# ``said`` is what a blob says: of kind ``reading`` an ``OfReading``, of kind ``object`` an
-# ``OfObject``, which marshal has made plain tuples.
+# ``said`` is the content of a blob: an ``OfReading`` for the kind ``reading``, an ``OfObject`` for
+# the kind ``object``. marshal has made plain tuples of both.
 
 
 def _filled(values: Any, rest: Iterator[Any]) -> Any:
-    """Return a blob's items with each ``REF`` replaced by the next child.
-
-    Inline objects are made.
-    """
+    """Return a blob's items: the next child for each ``REF``, and inline objects made."""
     if type(values) is list:
         return values
     return [next(rest) if v is REF else _inner(v, rest) if type(v) is tuple else v for v in values]
 
 
 def _inner(part: tuple[Any, ...], rest: Iterator[Any]) -> Any:
-    """Return what a tuple in a blob means: an inline object, or itself."""
+    """Return what a tuple in a blob stands for: an inline object, or the tuple itself."""
     if not part or part[0] is not REF:
         return part
     _, kind, said = part  # as ``inline`` writes it
@@ -241,7 +239,7 @@ def _inner(part: tuple[Any, ...], rest: Iterator[Any]) -> Any:
 
 
 def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
-    """Make an object; return it, and what gives it its state, if that is not what a new one has."""
+    """Make an object; return it, and the setter of its state if a new object has another one."""
     if kind == "reading":
         _, is_attributes, by, arguments, _ = said
         constructor, setter, _ = _filled(by, rest)
@@ -263,7 +261,7 @@ def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
 def _fill_again(
     value: Any, kind: str, said: Any, children: list[Any], how: How = How.IN_PLACE
 ) -> None:
-    """Fill an object that exists; with other arguments, make it first what these make."""
+    """Fill an object that exists; if its arguments differ, first turn it into what they make."""
     setter, made_of = None, int(kind == "object")
     if made_of and type(value) is not children[0]:
         turn_into(value, make_plain, children[0])
@@ -291,7 +289,7 @@ def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) ->
     elif kind == "list":
         value[:] = _filled(said, rest)
     elif kind in ("dict", "OrderedDict"):
-        if type(said) is tuple:  # else a plain subtree, whole
+        if type(said) is tuple:  # else the blob has the whole plain subtree
             said = [*zip(_interned(_filled(said[0], rest)), _filled(said[1], rest), strict=True)]
         value.clear()
         value.update(said)

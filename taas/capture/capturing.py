@@ -1,4 +1,4 @@
-"""The notebook's side: names into a payload for the ranks."""
+"""The notebook's side: pack names into a payload for the ranks."""
 
 from __future__ import annotations
 import __future__
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-"""What ``from __future__ import …`` of an earlier cell means for all later ones."""
+"""The compiler flags that ``from __future__ import …`` of a cell sets for all later cells."""
 
 
 class Capture:
-    """The captured names of one cell. A context manager; closing it closes the memfd.
+    """The captured names of one cell: a context manager, which closes the memfd.
 
     Names that the ranks still hold are not in it.
     """
@@ -66,7 +66,7 @@ class Capture:
         self.heap, self._described, self._held = described.heap, described, described.held
         self._loaded = loaded_as(described.project)
         self._unfit: list[str] = []
-        self._run_of = "", 1  # the cell, and how many ranks run it
+        self._run_of = "", 1  # the cell, and the number of ranks that run it
         self._wraps = False
         self._again: list[Again] = []  # models that their library wraps again
 
@@ -77,7 +77,7 @@ class Capture:
         self.close()
 
     def close(self) -> None:
-        """Give the payload's memory back; an answer can still be applied."""
+        """Release the payload's memory; an answer can still be applied."""
         if self.fd >= 0:
             go_to_ends()
             os.close(self.fd)
@@ -85,16 +85,16 @@ class Capture:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of arrays, tensors and texts in the names, which the notebook's objects hold."""
+        """Bytes of arrays, tensors and texts in the names, which the notebook's objects hold."""
         return sum(self._described.sizes.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in it."""
+        """The names in the payload."""
         return tuple(self._described.roots)
 
     def apply(self, answer_fd: int) -> Applied:
-        """Do to the notebook what the cell did to rank 0; the descriptor stays open.
+        """Change the notebook as the cell changed rank 0; the descriptor stays open.
 
         Objects change in place, names are rebound.
         """
@@ -108,7 +108,7 @@ class Capture:
         return self._applied
 
     def kept(self) -> Kept:
-        """Return what ranks that stay hold, for the next capture. Call it after :meth:`apply`."""
+        """Return what kept ranks hold, for the next capture; call it after :meth:`apply`."""
         namespace, project = self._described.namespace, self._described.project
         held, applied = self._held, self._applied
         if applied is None:
@@ -122,9 +122,10 @@ class Capture:
             return Kept(namespace, project, names, own, places, self.heap, applied, held.kept)
 
     def check_fit(self, cell: str, size: int, *, keep: bool) -> None:
-        """Note what of the names does not fit a run of ``size`` ranks; ``keep``: these stay.
+        """Note what of the names does not fit a run of ``size`` ranks; ``keep``: the ranks stay.
 
-        Raises :class:`CaptureError` for what is surely needed, and of no use in these ranks.
+        Raises :class:`CaptureError` for an object that the cell surely needs and these ranks cannot
+        use.
         """
         self._run_of = cell, size
         described, needs = self._described, self._described.needs
@@ -155,18 +156,18 @@ class Capture:
             )
 
     def _travels_whole(self, one: Again) -> bool:
-        """Tell whether ranks that stay have no part of what is wrapped again."""
+        """Tell whether kept ranks hold no part of a model that is wrapped again."""
         return min(one.by, one.module) >= len(self._held.objects)
 
     def _has_share(self, root: int) -> bool:
-        """Tell whether an object has a part that says itself of which rank it is."""
+        """Tell whether an object has a part that says which rank it belongs to."""
         objects = self.heap.objects
         return any(True for _ in shares_among(objects[n] for n in self.heap.reached([root])))
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
         """Write the names, and what ranks need beside them, into a sealed memfd.
 
-        Raises :class:`CaptureError` where there is no memory for it.
+        Raises :class:`CaptureError` if there is no memory for it.
         """
         check_room(self._described.sizes)
         heap, reader = self.heap, self.heap.reader
@@ -211,8 +212,8 @@ class Capture:
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
         self._memory = {**self._held.memory(), **memory.stretches}
-        # Ranks do not build what only data processes bind: in their answers these objects have no
-        # number.
+        # Ranks do not build the objects that only data processes bind, so their answers have no
+        # numbers for these objects.
         of_ranks = heap.reached([*self._described.roots.values(), *self._described.places.values()])
         heap.forget(heap.reached(self._described.only_for_data.values()) - of_ranks)
 
@@ -220,7 +221,7 @@ class Capture:
         return dict(sorted(roots.items(), key=lambda root: self.heap.early(root[1])))
 
     def _names_for_data(self) -> dict[str, int]:
-        """Return what data processes bind; none, where that is what the ranks bind."""
+        """Return the names that data processes bind; empty if they bind the same as the ranks."""
         only = self._described.only_for_data
         return self._in_order_of_binding(self._described.roots | only) if only else {}
 
@@ -282,7 +283,7 @@ class Capture:
 
     @property
     def notices_of_data(self) -> list[str]:
-        """Say where data workers have something else under a name than the cell, or nothing."""
+        """Say where data workers have another value under a name than the cell; else nothing."""
         found, described = [], self._described
         if described.bound_by_cell:
             found.append(
@@ -312,13 +313,25 @@ def capture(
     size: int = 1,
     keep: bool = False,
 ) -> Capture:
-    """Capture the names that a cell needs, for a run of ``size`` ranks, which may stay: ``keep``.
+    """Capture the names that a cell needs.
 
-    ``returned`` names come back; None for all that changed. ``kept`` is what the ranks hold; what
-    is in ``anew`` travels all the same. ``for_data``: data processes unpack it, too, and find in it
-    all that the loaders that are being delivered need. Raises :class:`CaptureError` where a surely
-    needed name cannot be pickled or memory is short, :class:`SyntaxError`, and :class:`HeaderError`
-    for a returned name that there cannot be.
+    Args:
+        cell: the text as typed.
+        namespace: the notebook's.
+        shell: the notebook's, for history and magics.
+        project: the project's folder.
+        returned: the names that come back; None for all that changed.
+        kept: what the kept ranks hold.
+        anew: objects that travel even if the ranks hold them.
+        for_data: data processes unpack the payload, too, and find in it all that the delivered
+            loaders need.
+        size: how many ranks run the cell.
+        keep: the ranks stay after the cell.
+
+    Raises:
+        CaptureError: a surely needed name cannot be pickled, or memory is short.
+        SyntaxError: the cell is not Python.
+        HeaderError: a name in ``returned`` cannot exist.
     """
     with no_collection():
         future = shell.compile.flags & _FUTURE if shell is not None else 0
@@ -326,7 +339,7 @@ def capture(
         names_of_values, values = values_of_cells(needs.words, namespace)
         needs.maybe |= names_of_values
         kept = kept or Kept(namespace, project=str(project))
-        if AUTORELOAD in sys.modules:  # it reloads right before a cell
+        if AUTORELOAD in sys.modules:  # autoreload reloads modules right before a cell
             note_files()
         edited = {
             n: module for n, module in edited_modules(str(project)).items() if n not in kept.places
@@ -346,7 +359,7 @@ def capture(
 
 
 def _codes_of_module(name: str) -> list[types.CodeType]:
-    """Return the codes of the functions, and methods, of a module."""
+    """Return the code objects of a module's functions and methods."""
     held = [*attributes_of(loaded(name)).values()]
     methods = [
         vars(value) for value in held if isinstance(value, type) and value.__module__ == name
@@ -356,12 +369,12 @@ def _codes_of_module(name: str) -> list[types.CodeType]:
 
 
 def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[str]) -> None:
-    """Refuse a ``--return`` name that neither the notebook has nor the cell makes."""
+    """Refuse a ``--return`` name if the notebook lacks it and the cell does not make it."""
     unknown = [name for name in returned if name not in namespace]
     if needs.binds is None or not unknown:
         return
     functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
-    # a function of the notebook may bind one by ``global name``
+    # a function of the notebook may bind one through ``global name``
     made = needs.binds.union(*(global_names(function.__code__) for function in functions))
     for name in unknown:
         if name not in made:
@@ -372,9 +385,9 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
 
 
 def _wait_for_devices() -> None:
-    """Wait for the GPU work of earlier cells, before memory is read.
+    """Wait for the GPU work of earlier cells before memory is read.
 
-    If some of it failed, nothing there can be trusted: raise :class:`CaptureError`.
+    If some of it failed, nothing on the GPU can be trusted: raise :class:`CaptureError`.
     """
     try:
         wait_for_devices()

@@ -1,4 +1,4 @@
-"""Cells before they run: their Python, the names that are IPython's, and a rank's shell."""
+"""Cells before they run: their Python, the names that belong to IPython, and a rank's shell."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _BY_IPYTHON = re.compile(r"In|Out|_[iod]h|_{1,3}|_i{1,3}|_i?\d+|exit|quit|open|get_ipython")
-"""Names that IPython binds, and binds anew."""
+"""Names that IPython binds, and rebinds."""
 _MODULE = {
     "__name__", "__package__", "__loader__", "__spec__", "__builtins__", "__builtin__",
     "__cached__", "__warningregistry__",
 }  # fmt: skip
 _DOC = "Automatically created module for"
-"""How the docstring begins that IPython gives to the notebook's namespace."""
+"""The beginning of the docstring that IPython gives to the notebook's namespace."""
 _NOTHING = object()
 _VALUE = re.compile(r"_{1,3}|_\d+")
 _OUT = ("Out", "_oh")
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
-"""Found also in a body that a magic was given, as text."""
+"""Matches imports also in the body of a cell magic, which is a text in the Python."""
 MAGIC = "%"
 OUT = "Out["
-"""How those begin that travel beside the names: magics, and values of cells."""
+"""The prefixes of what travels beside the names: magics, and values of cells."""
 
 
 # ---------------------------------------------------------------- cells and names
@@ -47,12 +47,12 @@ def _transformers() -> Any:
     return TransformerManager()
 
 
-@functools.lru_cache(maxsize=16)  # a launch asks for it again and again
+@functools.lru_cache(maxsize=16)  # a launch calls it several times for one cell
 def python_of(cell: str) -> str:
     """Turn a cell into Python; line numbers stay right.
 
-    A cell magic may stand below comments, as a header is one to Python; IPython knows it on the
-    first line only.
+    IPython recognises a cell magic on the first line only. A header is a comment to Python, so the
+    magic may stand below comments.
     """
     cell = magic_on_top(cell)
     text: str = _transformers().transform_cell(cell)
@@ -61,7 +61,7 @@ def python_of(cell: str) -> str:
 
 
 def magic_on_top(cell: str) -> str:
-    """Blank the comments of a cell whose own first line is a cell magic."""
+    """Blank the comments of a cell whose first line below them is a cell magic."""
     lines = cell.split("\n")
     first = next(
         (n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0
@@ -74,9 +74,9 @@ def _leading_blank(text: str) -> int:
 
 
 def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> None:
-    """Compile a cell as IPython would, so that :class:`SyntaxError` shows before anything starts.
+    """Compile a cell as IPython would, so that :class:`SyntaxError` comes before anything starts.
 
-    It is the cell ``In[number]``, or the next one.
+    ``number`` is the cell's ``In[number]``; 0 for the next one.
     """
     source = python_of(cell)
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -95,7 +95,7 @@ def _current_shell() -> Any:
 
 
 def is_of_ipython(name: str, value: Any) -> bool:
-    """Tell whether IPython or Python bound this value; what the user bound anew is the user's."""
+    """Tell whether IPython or Python bound this value, and the user has not rebound the name."""
     if name in _MODULE:
         return True
     if name == "__doc__":
@@ -105,7 +105,7 @@ def is_of_ipython(name: str, value: Any) -> bool:
     if name == "get_ipython":
         return isinstance(value, types.MethodType) and value.__self__ is shell
     if name == "open":
-        # its ``__module__`` is that of Python's
+        # functools.wraps has given it the ``__module__`` of Python's ``open``
         home = getattr(value, "__globals__", {}).get("__name__")
         return home == "IPython.core.interactiveshell"
     bound = _bound_by(shell, name)
@@ -137,12 +137,12 @@ def _bound_by(shell: Any, name: str) -> Any:
 
 
 def is_name(key: Any) -> bool:
-    """Tell whether a key of a namespace is a name that can travel: a plain text, and UTF-8."""
+    """Tell whether a key of a namespace can travel as a name: a plain ``str``, and UTF-8."""
     return type(key) is str and (key.isascii() or is_utf8(key))
 
 
 def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names that are not :func:`is_of_ipython`, with what is bound to them."""
+    """Return the names, with their values, that IPython does not bind (:func:`is_of_ipython`)."""
     return {
         name: value
         for name, value in namespace.items()
@@ -151,7 +151,7 @@ def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the values under keys that are no names (``globals()[5]``), as these are written."""
+    """Return the values under keys that are no names, by how the key is written (``[5]``)."""
     return {
         f"globals()[{shown(repr(key))}]": value
         for key, value in namespace.items()
@@ -165,10 +165,10 @@ def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
 def values_of_cells(
     words: Collection[str], namespace: dict[str, Any]
 ) -> tuple[set[str], dict[str, Any]]:
-    """Return the names of earlier cells' values that a cell needs, and values without a name.
+    """Return the names of earlier cells' values that a cell needs, and the values without a name.
 
-    Where it reads ``Out``, all are needed. One that has no name is of a cell whose ``_5`` the user
-    has bound anew.
+    A cell that reads ``Out`` needs all values. A value has no name if the user has rebound its
+    ``_5``.
     """
     names, beside = {word for word in words if _VALUE.fullmatch(word)}, {}
     if any(name in words and is_of_ipython(name, namespace.get(name)) for name in _OUT):
@@ -185,7 +185,7 @@ def magics_used(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the notebook's own magics that a cell uses, and the extensions that define others.
 
-    The former are functions, by ``%line name``.
+    The magics are functions, by ``%line name`` or ``%cell name``.
     """
     if shell is None:
         return {}, []
@@ -201,7 +201,7 @@ def magics_used(
 
 
 def typed_cells() -> list[str]:
-    """Return the cells so far as Python, the running one last; ``In`` may be the user's by now."""
+    """Return the cells so far as Python, the running one last, even if the user rebound ``In``."""
     shell = _current_shell()
     return [] if shell is None else shell.history_manager.input_hist_parsed
 
@@ -209,7 +209,7 @@ def typed_cells() -> list[str]:
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
     """Return the notebook's history: ``In``, the text as typed, and the shell's own value names.
 
-    Names of values are ``_`` and ``_5``.
+    Value names are ``_`` and ``_5``.
     """
     if shell is None:
         return {}
@@ -229,7 +229,7 @@ def _is_of_value(key: Any) -> bool:
 
 
 def cell_numbers(shell: InteractiveShell | None) -> dict[str, int]:
-    """Return a shell's ``In[n]`` by file, as tracebacks show them; IPython 7 has none."""
+    """Return a shell's ``In[n]`` by file, for tracebacks; IPython 7 has none."""
     numbers: dict[str, int] = (
         {} if shell is None else vars(shell.compile).setdefault("_filename_map", {})
     )
@@ -244,9 +244,9 @@ def prepare_shell(
     beside: dict[str, Any],
     own: Collection[str],
 ) -> None:
-    """Give a rank's shell the notebook's history and magics; ``own`` names keep their values."""
+    """Give a rank's shell the notebook's history and magics; names in ``own`` keep their values."""
     for name in extensions:
-        # its magic is not found, which is said where it is used
+        # a cell that uses a magic of the missing extension gets IPython's own error
         with contextlib.suppress(ImportError):
             shell.extension_manager.load_extension(name)
     for name, function in beside.items():
@@ -277,10 +277,11 @@ def prepare_shell(
 
 
 def modules_used(packages: Container[str]) -> list[str]:
-    """Return the modules of some packages that earlier cells imported, to import them here first.
+    """Return the modules of some packages that earlier cells imported, for import in a rank.
 
-    ``concurrent.futures`` is an attribute of ``concurrent`` then, and importing one may have
-    changed its package's classes (``import fastai.distributed`` gives learners methods).
+    After ``import concurrent.futures``, ``futures`` is an attribute of ``concurrent``. An import
+    may also have changed its package's classes: ``import fastai.distributed`` adds methods to
+    learners.
     """
     found = dict.fromkeys(module for cell in typed_cells() for module in _IMPORT.findall(cell))
     return [n for n in found if "." in n and n in sys.modules and n.partition(".")[0] in packages]

@@ -2,14 +2,14 @@
 
 Only this module uses cloudpickle's private parts.
 
-Other than with cloudpickle
+It differs from cloudpickle in this:
 
-* a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees
-  what the cell rebinds and ``global`` works; one that a module has made, on that module's;
-* closures that share a variable go on sharing it: cells travel as objects;
-* a class is its attributes: one that is known gets those that are others, in place;
-* annotations of Python 3.14 are made by a function, which travels as any other and looks into the
-  class where it arrives.
+* A function of the notebook is rebuilt on the namespace at which it arrives, so that it sees what
+  the cell rebinds and ``global`` works. A function that a module made is rebuilt on that module's.
+* Closures that share a variable still share it: cells travel as objects.
+* A class is its attributes: a class that is known already gets the changed ones in place.
+* From Python 3.14 on, a function computes annotations. It travels as any other function does, and
+  looks names up in the class where it arrives.
 
 ``tests/test_capture_code.py`` fails on a release of cloudpickle whose private parts have other
 shapes.
@@ -44,8 +44,8 @@ _PYTHONS_OWN = {
     "__classdictcell__",
 }  # fmt: skip
 _ANNOTATE = "__annotate_func__"
-"""What makes a class's annotations, from Python 3.14 on; None once somebody has asked a class
-without any.
+"""The function that computes a class's annotations, from Python 3.14 on. It is None once code has
+asked a class that has no annotations.
 """
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
@@ -55,8 +55,8 @@ _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.W
 def dispatch_table() -> dict[type, Any]:
     """Return cloudpickle's table of reducers as one dict (its ChainMap costs 1 µs per object).
 
-    It makes bytes of a memoryview, which look into nothing; for pickle there are none, and so for
-    us.
+    cloudpickle turns a memoryview into bytes, which no longer view anything. pickle refuses
+    memoryviews, and so does this module.
     """
     table = dict(_cloudpickle.Pickler.dispatch_table)
     del table[memoryview]
@@ -71,11 +71,11 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 _IN_EVERY_CLASS = _names_in(compile("class C: pass", "", "exec").co_consts[0])
-"""What the compiler itself writes into a class's body; Python 3.13 writes more than 3.12."""
+"""Names that the compiler writes into each class body; Python 3.13 writes more than 3.12."""
 
 
 def codes_in(code: types.CodeType) -> list[types.CodeType]:
-    """Return the functions, classes and comprehensions right inside a code."""
+    """Return the code of the functions, classes and comprehensions directly inside a code."""
     return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
@@ -85,9 +85,9 @@ def words_in(code: types.CodeType) -> set[str]:
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the global names that code, and code in it, reads, binds or deletes.
+    """Return the global names that code, with the code nested in it, reads, binds or deletes.
 
-    Of the body of a class these are also its own names.
+    For a class body, these include the names of the class.
     """
     known = _names_of.get(code)
     if known is None:
@@ -97,9 +97,9 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 
 
 def names_of(code: types.FunctionType | type) -> set[str]:
-    """Return the global names that a function uses, and the name by which pickle finds it.
+    """Return the global names that a function or class uses, and the name by which pickle finds it.
 
-    What was made in a function has no such name.
+    One that was made inside a function has no such name.
     """
     used = global_names(code.__code__) if isinstance(code, types.FunctionType) else ()
     outermost, *inner = code.__qualname__.split(".")
@@ -114,13 +114,13 @@ def _new_cell() -> types.CellType:
 
 
 def _dict_of(cls: type) -> dict[str, Any]:
-    """Return the dict that a class has its attributes in, which ``vars`` shows read-only."""
+    """Return the dict behind a class's attributes, which ``vars`` shows read-only."""
     found: dict[str, Any] = gc.get_referents(vars(cls))[0]
     return found
 
 
 def _class_with(attributes: Any) -> type | None:
-    """Return the class whose attribute dict this is, if any: annotations look names up in it."""
+    """Return the class that owns this attribute dict, if any; annotations look names up in it."""
     if type(attributes) is not dict or "__module__" not in attributes:
         return None
     own = (one.__objclass__ for one in attributes.values() if isinstance(one, _DESCRIPTORS))
@@ -140,7 +140,7 @@ def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
 
 
 def read_cell(cell: types.CellType) -> Reading:
-    """Read a cell as an empty one that is filled later, so that a closure may contain itself."""
+    """Read a cell as an empty one that is filled later, because a closure may contain itself."""
     try:
         contents: tuple[Any, ...] = (cell.cell_contents,)
     except ValueError:
@@ -164,7 +164,7 @@ _OF_FUNCTIONS = (
 
 
 def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Reading:
-    """Read a function whose globals are ``namespace``, which the receiver knows as its own."""
+    """Read a function whose globals are ``namespace``; the receiver puts its own in their place."""
     arguments = (function.__code__, namespace, function.__closure__)
     annotate = getattr(function, "__annotate__", None)
     made_when_asked = _LAZY_ANNOTATIONS and annotate is not None
@@ -174,14 +174,14 @@ def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Re
 
 
 def goes_by_name(function: types.FunctionType) -> bool:
-    """Tell whether a function is found by its name where it arrives."""
+    """Tell whether the receiver can find a function by its name."""
     return bool(_cloudpickle._should_pickle_by_reference(function))
 
 
 def read_of_module(function: types.FunctionType) -> Reading | None:
     """Read a function that code of a module has made, such as a wrapper.
 
-    Return None if it goes by name, or if its module cannot be imported where it arrives.
+    Return None if it goes by name, or if the receiver cannot import its module.
     """
     name = function.__globals__["__name__"]
     there = attributes_of(sys.modules.get(name))
@@ -204,9 +204,10 @@ def _change_code(function: types.FunctionType, _: Any, code: types.CodeType, *__
 
 
 def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
-    """Make these a class's attributes; one that is the same object already stays as it is."""
+    """Set a class's attributes to these; an attribute that is the same object is left alone."""
     (attributes,) = state
-    if not issubclass(cls, enum.Enum):  # members and what Python makes of them come with the class
+    # an enumeration is made with its members, and with what Python derives of them
+    if not issubclass(cls, enum.Enum):
         for name in vars(cls).keys() - attributes.keys():
             if not _is_made_by_python(cls, name):
                 type.__delattr__(cls, name)
@@ -219,7 +220,7 @@ def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
 
 
 def _is_made_by_python(cls: type, name: str) -> bool:
-    """Tell whether Python makes an attribute by itself wherever the class is made."""
+    """Tell whether Python sets an attribute itself wherever the class is made."""
     value = vars(cls)[name]
     return (
         name in _PYTHONS_OWN
@@ -229,9 +230,9 @@ def _is_made_by_python(cls: type, name: str) -> bool:
 
 
 def read_class(cls: type) -> Reading | None:
-    """Read a class with all its attributes as its state; None for one that goes by reference."""
+    """Read a class with all its attributes as its state; None if it goes by reference."""
     if isinstance(cls.__module__, str) and cls.__module__ not in sys.modules:
-        # its public name, which nobody has used yet (``numpy.rec``)
+        # a public name of its module that is not imported yet (``numpy.rec``)
         import_or_stand_in(cls.__module__)
     reduced = _cloudpickle._class_reduce(cls)
     if not isinstance(reduced, tuple):
@@ -252,13 +253,13 @@ def read_class(cls: type) -> Reading | None:
         ):
             keywords["__slots__"] = vars(cls)["__slots__"]
         arguments = meta, name, bases, keywords, *rest
-    elif (annotate := vars(cls).get(_ANNOTATE)) is not None:  # of an enumeration
+    elif (annotate := vars(cls).get(_ANNOTATE)) is not None:  # an enumeration's
         attributes = {**told, _ANNOTATE: annotate}
     return Reading(make, arguments, _set_class, (attributes,), _keep_class)
 
 
 def _keep_class(*_: Any) -> None:
-    """Keep a class that is told to have been made in another way: its bases and slots stay."""
+    """Keep a class as it is: bases and ``__slots__`` of an existing class cannot change."""
 
 
 def _read_cached_property(cached: functools.cached_property[Any]) -> Reading:
@@ -268,7 +269,7 @@ def _read_cached_property(cached: functools.cached_property[Any]) -> Reading:
 
 
 def read_cached(cached: Any) -> Reading | None:
-    """Read a function under ``functools.lru_cache`` by value; what it cached stays behind."""
+    """Read a function under ``functools.lru_cache`` by value, without its cached results."""
     if _cloudpickle._lookup_module_and_qualname(cached) is not None:
         return None
     set_by_it = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters"}
@@ -290,4 +291,4 @@ READERS: dict[type, Callable[[Any], Reading | None]] = {
     functools._lru_cache_wrapper: read_cached,
     functools.cached_property: _read_cached_property,
 }
-"""What reads objects of these very types."""
+"""Readers for objects of exactly these types."""

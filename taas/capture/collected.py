@@ -1,9 +1,7 @@
-"""Copies of each rank's values for ``taas.collected``, as ``--collect`` asked for them.
+"""Copy each rank's values for ``taas.collected``, as ``--collect`` asks.
 
-They are plain pickles.
-
-Classes and functions go by name, so that what comes is of the notebook's own classes; tensors go as
-copies in host memory, detached from how they were computed.
+The copies are plain pickles. Classes and functions go by name, so that values are instances of the
+notebook's own classes. Tensors go as copies in host memory, detached from their graphs.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from taas.wire.framing import MessageReader, Unreadable
 from taas.wording import fitting, ranks_in_words, text_of
 
 collected: dict[str, list[Any]] = {}
-"""By name, the values of all ranks of the last run that was asked for it, in their order; None for
-one that did not come.
+"""By name, the values of all ranks of the last run with ``--collect``, in rank order; None for a
+value that did not come.
 """
 
 
 _Value = tuple[bytes, str]
-"""A name of one rank: its value as it is pickled, or why it is not."""
+"""A name's value in one rank: its pickle, and else the reason why there is none."""
 _read_values = MessageReader(dict[str, _Value])
 
 
@@ -54,18 +52,18 @@ def _pack(value: Any) -> _Value:
     file = io.BytesIO()
     try:
         _CopyPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception as error:  # whatever its class does: it is said in the notebook
+    except Exception as error:  # its class may raise anything; the notebook shows the reason
         return b"", _reason(error)
     return file.getvalue(), ""
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in words, the same ones in each rank."""
+    """Return an error in words that are the same in each rank."""
     return re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {fitting(text_of(error), 200)}")
 
 
 def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Put the values of all ranks into :data:`collected`; return lines about what did not come."""
+    """Put the values of all ranks into :data:`collected`; return lines about missing values."""
     values, lines = values_of(names, folders)
     collected.update(values)
     return lines
@@ -74,7 +72,7 @@ def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
 def values_of(
     names: Sequence[str], folders: Sequence[Path]
 ) -> tuple[dict[str, list[Any]], list[str]]:
-    """Return the values of all ranks, from the folders of their output, and what did not come."""
+    """Return the values of all ranks, read from their folders, and lines about missing ones."""
     lost: dict[tuple[str, str], list[int]] = {}
     values: dict[str, list[Any]] = {name: [None] * len(folders) for name in names}
     for rank, folder in enumerate(folders):
@@ -86,7 +84,7 @@ def values_of(
             pickled, why = (packed or {}).get(name, (b"", missing))
             try:
                 values[name][rank] = None if why else pickle.loads(pickled)
-            except Exception as error:  # whatever its class does
+            except Exception as error:  # its class may raise anything
                 why = _reason(error)
             if why:
                 lost.setdefault((name, why), []).append(rank)
@@ -95,7 +93,7 @@ def values_of(
 
 
 def _read(path: Path) -> dict[str, _Value] | None:
-    """Read what a rank has written; None where that is not there, or not whole."""
+    """Read what a rank wrote; None if the file is missing, or not complete."""
     with suppress(OSError, Unreadable, CaptureError):
         check_room({path.parent.name: path.stat().st_size})
         values: dict[str, _Value] = _read_values(path.read_bytes())

@@ -1,15 +1,15 @@
-"""What a cell changed: the states of all objects after it, compared with their states before it.
+"""What a cell changed: compare the states of all objects after it with their states before it.
 
-Three steps, each of which needs the one before:
+Each of three steps needs the one before:
 
-1. :func:`compare` finds the objects whose states differ, and how each gets to its new state: in
-   place, or by a new object.
-2. :func:`renumber` gives a new number to each object that is made anew. Whoever holds it has other
-   contents by that, or is made anew as well.
-3. :func:`refuse` finds what has to stay as it was, since a part of it cannot travel.
+1. :func:`compare` finds the objects whose states differ, and whether each changes in place or has
+   to be made anew.
+2. :func:`renumber` gives a new number to each object that is made anew. An object that holds it has
+   other contents by that, or is made anew as well.
+3. :func:`refuse` finds the objects that stay as they were because a part of them cannot travel.
 
-For :class:`~taas.capture.heap.Heap`, ``known`` is how many numbers the notebook knows; numbers up
-to ``described`` were there right before the cell, among them parts that only this process knows.
+In a :class:`~taas.capture.heap.Heap`, ``known`` is how many numbers the notebook knows. Numbers up
+to ``described`` existed right before the cell; some of these parts only this process knows.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from taas.capture.flat import How
 from taas.capture.heap import NAMESPACE, NO_STATE, Heap
 
 _WHOLE = frozenset({"tuple", "frozenset"})
-"""Kinds of objects that other contents make other objects."""
+"""Kinds of objects that cannot change in place: other contents make another object."""
 
 
 @dataclass
 class Diff:
     """How the objects that were there before a cell differ after it."""
 
-    changed: dict[int, How] = field(default_factory=dict)  # what changes in place, by number
-    anew: list[int] = field(default_factory=list)  # what cannot, and is made anew
-    new_numbers: dict[int, int] = field(default_factory=dict)  # of all that is, by the old ones
+    changed: dict[int, How] = field(default_factory=dict)  # objects that change in place, by number
+    anew: list[int] = field(default_factory=list)  # objects that cannot, and are made anew
+    new_numbers: dict[int, int] = field(default_factory=dict)  # of those, by their old numbers
 
     def roots_now(self, roots: dict[str, int]) -> dict[str, int]:
-        """Return the numbers that some objects under names have now."""
+        """Return the numbers that the objects under these names have now."""
         return {name: self.new_numbers.get(n, n) for name, n in roots.items()}
 
 
 def compare(heap: Heap, known: int, described: int) -> Diff:
     """Return which objects differ from what they were before the cell.
 
-    The state of an object that does not differ is its state before: by the numbers that both sides
-    know.
+    An object that does not differ keeps its state from before: that state has the numbers that
+    both sides know.
     """
     diff = Diff()
     for n in range(NAMESPACE + 1, described):
@@ -62,11 +62,11 @@ def compare(heap: Heap, known: int, described: int) -> Diff:
 
 
 def renumber(heap: Heap, diff: Diff, known: int, described: int) -> None:
-    """Give what is made anew new numbers, and what holds it new contents or new numbers, too.
+    """Give new numbers to objects made anew, and new contents or numbers to their holders.
 
-    This goes upwards: first what holds the objects that are made anew, then what holds those of
-    the holders that are made anew themselves, and so on. An object keeps its state under its old
-    number; under the new one it is a holder as any other.
+    This goes upwards: from the objects that are made anew to their holders, from those of the
+    holders that are made anew themselves to their holders, and so on. An object keeps its state
+    under its old number; under the new number it is a holder like any other.
     """
     if not diff.anew:
         return
@@ -96,10 +96,10 @@ def renumber(heap: Heap, diff: Diff, known: int, described: int) -> None:
 def _change_of_holder(heap: Heap, diff: Diff, n: int, known: int, described: int) -> How | None:
     """Put new numbers into the state of an object; return how that changes it.
 
-    None: it is new since the cell began, so there is nothing that it could be changed from.
+    Return None for an object that is new since the cell began: no earlier state exists.
     """
     before = heap.states[n]
-    assert before is not None  # it holds something
+    assert before is not None  # it holds an object
     children = tuple(diff.new_numbers.get(child, child) for child in before[2])
     heap.states[n] = now = (*before[:2], children)
     if n >= described:
@@ -110,14 +110,14 @@ def _change_of_holder(heap: Heap, diff: Diff, n: int, known: int, described: int
 
 
 class Refusal(NamedTuple):
-    """What does not come back, since it cannot travel or a part of it cannot."""
+    """The objects that do not come back because they, or a part of them, cannot travel."""
 
-    new: set[int]  # of what the notebook does not know: these, and what holds them
-    held_back: set[int]  # what stays as it was
+    new: set[int]  # refused objects that the notebook does not know, and the objects that hold them
+    held_back: set[int]  # objects that stay as they were
 
 
 def refuse(heap: Heap, diff: Diff, known: int, roots: Iterable[int]) -> Refusal:
-    """Return what stays as it was, for what of the heap has failed; names hold the ``roots``."""
+    """Return what stays as it was because objects of the heap failed; names hold the ``roots``."""
     new = set[int]()
     if heap.failed:
         new = heap.holding(heap.failed, range(known, len(heap.objects)))

@@ -1,8 +1,8 @@
-"""What travels to the ranks: the names that a cell needs, described, as far as the ranks lack them.
+"""Describe what travels to the ranks: the names that a cell needs, unless the ranks hold them.
 
-What a cell needs is known only as names are described: functions and classes in their values use
-others. And what the ranks hold is known only then: where an object that travels is also a part of
-a name that they hold, that name has to travel, too. :func:`describe` finds both.
+Two things are known only while names are described. Functions and classes in the values use other
+names, which the cell then needs, too. And if an object that travels is also a part of a name that
+the ranks hold, that name has to travel, too. :func:`describe` finds both.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from taas.delivery.registered import loaders_delivered
 from taas.errors import CaptureError
 
 LARGE = 256 << 20
-"""A name with more bytes than this is announced; all names that are only perhaps meant have no more
-together.
+"""A name with more bytes than this is announced. All names that the cell only perhaps means have no
+more than this together.
 """
 _NO_NAMES = frozenset[str]()
 
 
 class Asked(NamedTuple):
-    """What a cell asks for."""
+    """What a cell asks for, beside names."""
 
     needs: Needs
-    places: dict[str, Any]  # what it uses elsewhere than under names: magics, values of cells
-    imports: Sequence[str]  # the modules below others that it imports
-    edited: dict[str, types.ModuleType]  # modules of the project that stay apart
-    for_data: bool  # data processes unpack it, too
+    places: dict[str, Any]  # values that it uses and no name holds: magics, values of cells
+    imports: Sequence[str]  # the submodules that it imports
+    edited: dict[str, types.ModuleType]  # modules of the project that were edited, and stay apart
+    for_data: bool  # data processes unpack the payload, too
 
 
 def describe(asked: Asked, held: Held, namespace: dict[str, Any], project: str) -> Described:
-    """Describe what travels, and let go what the ranks hold of it, until they hold nothing of it.
+    """Describe what travels; drop from ``held`` what shares objects with it, until nothing does.
 
-    Raises :class:`CaptureError` where a surely needed name cannot travel.
+    Raises :class:`CaptureError` if a surely needed name cannot travel.
     """
     while True:
         described = Described(asked, held, namespace, project)
@@ -53,7 +53,7 @@ def describe(asked: Asked, held: Held, namespace: dict[str, Any], project: str) 
 
 
 class Described:
-    """The names and places that travel for one cell, in a heap that goes on behind the ranks'."""
+    """The names and places that travel for one cell, in a heap that continues the ranks' heap."""
 
     def __init__(self, asked: Asked, held: Held, namespace: dict[str, Any], project: str) -> None:
         self.needs, self.imports, self.edited = asked.needs, asked.imports, asked.edited
@@ -63,17 +63,17 @@ class Described:
         self.heap.go_on(held.kept.heap, (), first)
         self.heap.named = held.named
         self.roots: dict[str, int] = {}  # the numbers of names
-        self.places: dict[str, int] = {}  # and of what is elsewhere
+        self.places: dict[str, int] = {}  # the numbers of values that no name holds
         self.only_for_data: dict[str, int] = {}  # of names that only data processes bind
-        # names that data processes have otherwise than the cell
+        # names whose value in data processes differs from the cell's
         self.bound_by_cell: list[str] = []
         # names that the notebook lacks, and the cell may bind
         self.missing_for_data: list[str] = []
         self.sizes: dict[str, int] = {}  # in bytes, by name
-        self.left_behind: dict[str, str] = {}  # why names stay in the notebook
-        self.detached: list[str] = []  # names with tensors that leave their graph
+        self.left_behind: dict[str, str] = {}  # by name, why it stays in the notebook
+        self.detached: list[str] = []  # names with tensors that lose their graph
         self.without: list[str] = []  # why places stay
-        self.too_large: list[str] = []  # names only perhaps meant that stay
+        self.too_large: list[str] = []  # names only perhaps meant, and too large to travel
         self._pack(asked.places, for_data=asked.for_data)
 
     def _pack(self, places: dict[str, Any], *, for_data: bool) -> None:
@@ -110,7 +110,7 @@ class Described:
             self.too_large += keys_without_a_name(namespace)
 
     def _add_others(self, names: Collection[str], roots: dict[str, int]) -> None:
-        """Describe names that are only perhaps meant, as far as they are small."""
+        """Describe names that the cell only perhaps means, as long as they are small."""
         room = LARGE
         for name in sorted(names):
             if self._add(name, self.namespace[name], roots, room) is not None:
@@ -131,19 +131,18 @@ class Described:
         return names_used_by([self.heap.objects[n] for n in inside], self.namespace)
 
     def _pack_for_data(self) -> None:
-        """Describe the names that the code of delivered loaders uses, for data processes.
+        """Describe, for data processes, the names that the code of delivered loaders uses.
 
-        Data processes do not run the cell.
-
-        A name that the cell binds before it is read does not travel to the ranks. A data process
-        needs it all the same, and has it as the notebook has it now.
+        Data processes do not run the cell. A name that the cell binds before it reads it does not
+        travel to the ranks. A data process needs it all the same, and gets the notebook's present
+        value.
         """
         namespace = self.namespace
         number = self.heap.number
         found = [number[id(one)] for one in loaders_delivered() if id(one) in number]
         waiting = sorted(self._used_in(found))
         used, others = set[str](), set[str]()
-        for name in waiting:  # grows
+        for name in waiting:  # the loop appends to it
             if name.startswith(ANY):
                 self.needs.built = self.needs.built or name.removeprefix(ANY)
                 others |= users_names(namespace).keys()
@@ -170,18 +169,18 @@ class Described:
     def _note_bound_by_cell(self, used: list[int]) -> None:
         """Note the names that the loaders' code reads and the cell binds, except modules.
 
-        A module that the cell imports again is the same one.
+        A module that the cell imports again is the same module.
 
-        ``used`` are the numbers of the loaders, and of what their code uses. Words of texts do not
-        count here: each of them may be a name, but seldom is one.
+        ``used`` are the numbers of the loaders, and of the objects that their code uses. Words in
+        texts do not count here: any of them may be a name, but few are.
         """
         namespace, binds = self.namespace, self.needs.binds
         objects = [self.heap.objects[n] for n in self.heap.reached(used)]
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
         codes = [function.__code__ for function in functions if function.__globals__ is namespace]
         read = set[str]().union(*map(global_names, codes))
-        # Where the code does not say what it binds (a star, ``exec``), only this is known: what it
-        # surely binds.
+        # If the code does not say what it binds (a star, ``exec``), only the names that it surely
+        # binds are known.
         bound = read & (self.only_for_data.keys() if binds is None else binds)
         self.bound_by_cell = sorted(
             name
@@ -206,7 +205,7 @@ class Described:
                     self.without.append(self.left_behind[name])
 
     def modules_reached(self) -> set[str]:
-        """Return the modules of the project that the cell, or what travels, uses."""
+        """Return the project's modules that the cell, or what travels, uses."""
         reader = self.heap.reader
         words = self.needs.words.union(*map(words_in, self.heap.codes()))
         return modules_reached(words, {*reader.modules, *self.imports}, self.project)
