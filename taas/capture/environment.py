@@ -1,9 +1,12 @@
 """Environment variables: those that cells change travel, those about a process stay with it.
 
-Three kinds stay. What describes a rank, as torchrun's variables do. What a library writes into the
-environment of the process it is used in, with no wish of the user's behind it (a compiler's default
-cache). And what names a process or a socket of the rank: it is of no use to anybody once that has
-ended, as wandb's ``WANDB_SERVICE``.
+Three kinds stay:
+
+* those that describe a rank, such as torchrun's variables;
+* those that a library sets in the process that uses it, without the user's wish (a compiler's
+  default cache);
+* those that name a process or a socket of the rank, such as wandb's ``WANDB_SERVICE``: they are of
+  no use once it has ended.
 """
 
 from __future__ import annotations
@@ -34,17 +37,15 @@ _LEFT_BY_LIBRARIES = {
     # wandb's service, which a process starts for itself
     "WANDB_SERVICE": re.compile(r"\d+-\d+-(unix|tcp)-.*"),
 }
-"""What libraries write themselves: each process writes it anew, and what a user has set looks
-otherwise.
+"""Variables that libraries set themselves. Each process sets them again, and a value that a user
+has set does not match the pattern.
 """
 _COARSE_CLOCK = 5
-"""CLOCK_REALTIME_COARSE (clock_gettime(2)), from which files have their times; Python has no name
-for it.
-"""
+"""CLOCK_REALTIME_COARSE (clock_gettime(2)), the clock of file times; Python has no name for it."""
 
 
 def inherited_variables() -> dict[str, str]:
-    """Return the environment that this process was started with."""
+    """Return the environment with which this process was started."""
     entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
@@ -57,17 +58,17 @@ def changed_variables() -> tuple[str, ...]:
 
 
 def sendable_variables() -> tuple[dict[str, str], list[str]]:
-    """Return the environment that a message can carry, and the names of what is left out for good.
+    """Return the environment that a message can carry, and the names that never travel.
 
-    What the notebook itself set travels with its names, in whatever bytes; what a library wrote for
-    this process does not travel, and neither is it mentioned.
+    Variables that the notebook itself set travel with its names, whatever their bytes. Variables
+    that a library set for this process do not travel, and are not reported.
     """
     changed = changed_variables()
     of_here = {name for name in changed if _is_of_library(name, os.environ.get(name, ""))}
     environ = {
         n: value for n, value in os.environ.items() if is_utf8(n + value) and n not in of_here
     }
-    # the forkserver, which reads it, stands in another folder
+    # the forkserver, which reads it, has another working directory
     if text := environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] = absolute_import_path(text)
     left_out = os.environ.keys() - environ.keys() - {*changed}
@@ -75,18 +76,18 @@ def sendable_variables() -> tuple[dict[str, str], list[str]]:
 
 
 def is_utf8(text: str) -> bool:
-    """Tell whether a text of the system's is UTF-8; other bytes come as lone surrogates."""
+    """Tell whether a text from the system is UTF-8; Python reads other bytes as lone surrogates."""
     return text.encode(errors="ignore").decode() == text
 
 
 def is_a_ranks_own(name: str, value: str) -> bool:
-    """Tell whether a variable is about a rank, or a library's note to its process: it stays."""
+    """Tell whether a variable describes a rank, or a library set it for its process: it stays."""
     describes = name in _A_RANKS_OWN or name.startswith(_A_RANKS_OWN_PREFIXES)
     return describes or _is_of_library(name, value)
 
 
 def _is_of_library(name: str, value: str) -> bool:
-    """Tell whether a library has written a variable for the process that it is used in."""
+    """Tell whether a library set a variable for the process that uses it."""
     left = _LEFT_BY_LIBRARIES.get(name)
     return left is not None and left.fullmatch(value) is not None
 
@@ -95,15 +96,15 @@ def _is_of_library(name: str, value: str) -> bool:
 
 
 def file_time() -> int:
-    """Return the time in nanoseconds as files that are made now have it."""
+    """Return the time in nanoseconds that a file made now would have."""
     return time.clock_gettime_ns(_COARSE_CLOCK)
 
 
 def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
     """Remove the variables that name this process, a child or a socket; return the reasons.
 
-    A socket counts that was made ``since`` then (:func:`file_time`), by this process or for it, or
-    that nobody serves.
+    A socket counts if this process, or a process for it, made it after ``since``
+    (:func:`file_time`), or if no process serves it.
     """
     reasons = {
         name: why for name, value in told.items() if value and (why := _process_in(value, since))
@@ -114,7 +115,7 @@ def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
 
 
 def _process_in(value: str, since: int) -> str:
-    """Return in words which process or socket a value names; empty where it names none."""
+    """Return which process or socket a value names, in words; empty if it names none."""
     for path in re.findall(r"/[^\s:;,'\"]+", value):
         if _is_of_rank(path, since):
             return f"the socket {path}, which nobody serves when the ranks have ended"
@@ -141,7 +142,7 @@ def _is_of_rank(path: str, since: int) -> bool:
         except ConnectionRefusedError:  # its process is gone
             return True
         except OSError:
-            # served, by somebody who speaks otherwise, is busy, or lets this user not in
+            # A process serves it: it speaks another protocol, is busy, or does not admit this user.
             return False
     return False
 

@@ -1,36 +1,36 @@
 """Flat states: what an object consists of, with numbers in place of other objects.
 
-A **flat state** is ``(kind, blob, children)``. The blob is a marshal text of all that needs no
-identity. It is of version 2, which has no references, so that equal values have equal bytes, and
-``1``, ``1.0`` and ``True`` differ. The children are the numbers of all other objects in it, in the
-order in which the blob has them: :data:`REF` stands there for each.
+A **flat state** is ``(kind, blob, children)``. The blob is a marshalled text of all parts that need
+no identity. It uses marshal's version 2, which has no references, so that equal values have equal
+bytes, and ``1``, ``1.0`` and ``True`` differ. The children are the numbers of all other objects in
+it, in the order in which the blob has them: :data:`REF` stands there for each.
 
-No identity is needed by
+These need no identity:
 
-* numbers and texts, and tuples of such;
-* a plain list or dict that only its one parent holds, as its reference count says. A large plain
-  subtree is looked at level by level, in a few calls of C;
-* what a protocol makes afresh to be pickled, and nobody else holds: it stands in the blob as
-  :func:`inline` writes it.
+* numbers and texts, and tuples of them;
+* a plain list or dict that only its one parent holds, as its reference count shows. A large plain
+  subtree is checked level by level, in a few calls of C;
+* objects that a protocol makes only to be pickled, and that nothing else holds. The blob has them
+  as :func:`inline` writes them.
 
-Items among which there is a ``REF`` or an inline object are a tuple in the blob, others a list.
+If a ``REF`` or an inline object is among some items, they are a tuple in the blob, else a list.
 
-An example: ``box = [tensor, box, "a"]``. With ``box`` under number 1, and what else there is under
-the numbers that follow, the states are::
+An example: ``box = [tensor, box, "a"]``. ``box`` has the number 1, and the other objects have the
+numbers that follow. The states are::
 
-    1  ("list",    (REF, REF, "a"),                                       (2, 1))
-    2  ("reading", (6, None, (REF, REF, REF),                             (3, 4, 5,
+    1   ("list",    (REF, REF, "a"),                                         (2, 1))
+    2   ("reading", (6, None, (REF, REF, REF),                               (3, 4, 5,
                     (REF, REF, REF, 0, (3,), (1,), False, False, "cpu"), []),
-                                                                           6, 7, 8))
-    3  ("global",  ("taas.capture.tensors", "_make_tensor"),              ())
-       … 4, 5: what sets and what changes it; 6: ("torch", "Tensor")
-    7  ("memory",  (address, nbytes),                                     ())
-    8  ("reading", (1, None, (REF, None, None), ["torch", "float32"], []), (9,))
-    9  ("global",  ("taas.capture.reading", "find"),                      ())
+                                                                              6, 7, 8))
+    3   ("global",  ("taas.capture.tensors", "_make_tensor"),                ())
+         … 4, 5: what sets and what changes it; 6: ("torch", "Tensor")
+    7   ("memory",  (address, nbytes),                                       ())
+    8   ("reading", (1, None, (REF, None, None), ["torch", "float32"], []),  (9,))
+    9   ("global",  ("taas.capture.reading", "find"),                        ())
 
-State 2 is an :class:`OfReading`: the tensor is made by object 3 of its class, its memory, its dtype
-and six plain arguments, and has no state beside. ARCHITECTURE.md follows ``box`` to a rank and
-back.
+State 2 is an :class:`OfReading`: object 3 makes the tensor of its class, its memory, its dtype and
+six plain arguments; the tensor has no state beside these. ARCHITECTURE.md follows ``box`` to a rank
+and back.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ State = tuple[str, bytes, tuple[int, ...]]
 
 
 class How(enum.Enum):
-    """How an object gets from the state that it was in to another one."""
+    """How an object gets from one state to another."""
 
     IN_PLACE = "in place"
     IN_PLACE_WITH_ARGUMENTS = "in place, as if it had been made with other arguments"
@@ -74,24 +74,24 @@ class How(enum.Enum):
 
 
 _Said = tuple[str, Any]
-"""The kind of an object, and what its blob says before it is marshalled."""
+"""The kind of an object, and the content of its blob before it is marshalled."""
 
 REF = ...
-"""In a blob: the next of the children."""
+"""In a blob: the next child."""
 
 
 def inline(said: _Said) -> tuple[Any, ...]:
-    """Return how an object without a number stands in the blob of its parent.
+    """Return how the blob of a parent has an object without a number.
 
-    No value begins in this way: ``...`` itself goes by its name, and so has a number.
+    No other value begins in this way: ``...`` itself goes by its name, and so has a number.
     """
     return (REF, *said)
 
 
 class OfReading(NamedTuple):
-    """What the blob of an object says whose kind is ``reading`` (:class:`reading.Reading`)."""
+    """The content of a blob of the kind ``reading`` (:class:`reading.Reading`)."""
 
-    made_of: int  # so many of its children it is made of; the others belong to its state
+    made_of: int  # the object is made of that many of its first children; the others are its state
     is_attributes: bool | None  # whether its state is attributes of it; None: it has no state
     by: Any  # constructor, setter and changer
     arguments: Any
@@ -99,7 +99,7 @@ class OfReading(NamedTuple):
 
 
 class OfObject(NamedTuple):
-    """What the blob of an object says whose kind is ``object``: its class is its first child."""
+    """The content of a blob of the kind ``object``; the class is the first child."""
 
     names: Any  # of its attributes; None for an object without a ``__dict__``
     values: Any
@@ -108,7 +108,7 @@ class OfObject(NamedTuple):
 
 
 class Fresh(enum.Enum):
-    """Whether an object was made only to be described, so that nobody else can hold it."""
+    """Whether an object was made only to be described, so that nothing else can hold it."""
 
     NO = "others may hold it"
     MADE = "a protocol made it, maybe of parts that others hold"
@@ -118,17 +118,17 @@ class Fresh(enum.Enum):
 _BOXES = frozenset({list, dict, tuple})
 _PLAIN = ATOMS | _BOXES
 _NUMBERED = (MemoryRange, types.FunctionType, type)
-"""What has a number, even if it was made afresh: memory, and code, which uses names."""
+"""Types that get a number even if they were made afresh: memory, and code, which uses names."""
 _LARGE = 8
-"""Items from which on it pays to look whether a container is a plain subtree."""
+"""From that many items on it pays to check whether a container is a plain subtree."""
 _DEEPEST = 64
 _HELD = (
     ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
     ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"),
     ("sys", "stderr"), ("traitlets", "All"),
 )  # fmt: skip
-"""What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a
-namespace), by its name in a module.
+"""Objects known by their identity (``default is SUPPRESS``; what ``exec`` puts into a namespace).
+They go by their name in a module.
 """
 
 _atomic = ATOMS.issuperset
@@ -141,7 +141,8 @@ _count = sys.getrefcount
 def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
     """Pair objects with their reference counts.
 
-    An object that only its container and the copy of the container's items hold has ``_ALONE``.
+    The count is ``_ALONE`` for an object that only its container, and the copy of the container's
+    items, hold.
     """
     return zip(values, map(_count, values), strict=True)
 
@@ -149,11 +150,11 @@ def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
 _held_once = [[]]  # type: ignore[var-annotated]
 _ALONE = next(iter(_with_counts(list(_held_once))))[1]
 _IN_MAP = max(map(_count, [[]]))
-"""What an object counts in ``map`` that only the container holds through which it is mapped."""
+"""The reference count, inside ``map``, of an object that only the mapped container holds."""
 
 
 def _is_leaf(box: Any) -> bool:
-    """Tell whether all in a container is plain, and held by nobody but its parent in there."""
+    """Tell whether everything in a container is plain, and held only by its parent in there."""
     inner, others = (box, 0) if type(box) is list else (gc.get_referents(box), 1)
     for _ in range(_DEEPEST):
         kinds = set(map(type, inner))
@@ -161,7 +162,7 @@ def _is_leaf(box: Any) -> bool:
             return False
         if kinds <= ATOMS:
             return True
-        # ``others`` are the lists made here that hold the boxes beside their parent.
+        # ``others`` are the lists made here, which hold the boxes as their parents do.
         boxes = inner
         if not kinds.isdisjoint(ATOMS):
             boxes, others = [value for value in inner if type(value) in _BOXES], others + 1
@@ -180,7 +181,7 @@ def _is_alone_inside(box: Any) -> bool:
 
 
 def _counts_tell() -> bool:
-    """Check on known containers that reference counts tell what only the parent holds."""
+    """Check on known containers that reference counts show what only the parent holds."""
     makers: list[Callable[[], Any]] = [
         lambda: [[n] for n in range(2)],
         lambda: [0, [1], {2: 2}],
@@ -193,7 +194,7 @@ def _counts_tell() -> bool:
         box = make()
         level = [box]
         while level := [one for one in gc.get_referents(*level) if type(one) in _BOXES]:
-            if _is_leaf(box):  # the level is held here, too
+            if _is_leaf(box):  # the list of the level holds it, too
                 return False
         if not _is_leaf(box):
             return False
@@ -204,8 +205,8 @@ def _counts_tell() -> bool:
 
 
 COUNTS_TELL = _counts_tell()
-"""Whether this Python counts references as this module takes them to be counted; where not, every
-container has a number.
+"""Whether this Python counts references as this module assumes. If not, every container has a
+number.
 """
 
 
@@ -231,9 +232,9 @@ class LeftAttribute(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A part that does not come back: what it is, why, and the name that it is a part of.
+    """A part that does not come back, the reason, and the name that it is a part of.
 
-    ``why`` is empty where ``what`` says it.
+    ``why`` is empty if ``what`` has the reason.
     """
 
     what: str
@@ -242,7 +243,7 @@ class Lost(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What the user is told."""
+        """The line for the user."""
         return f"{self.what}: {self.why}" if self.why else self.what
 
 
@@ -251,17 +252,17 @@ class FlatStates:
 
     The first objects are those that both sides know; the namespace has number 0.
 
-    ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory
-    from number ``collected`` on it is noted how all that look into it use it. ``left`` is what
-    stays behind of modules, loggers and formatters, by how it is written; ``parted`` what stays
-    with its process.
+    ``named`` has, by id, the name of each object that goes by a name of the ranks. For memory from
+    number ``collected`` on, all tensors and spans that look into it are collected. ``left`` has, by
+    how code writes them, the parts of modules, loggers and formatters that stay behind; ``parted``
+    has the attributes that stay with their process.
     """
 
     def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
         self.reader = reader
         self.objects: list[Any] = list(objects)
         self.states: list[State | None] = [None] * len(self.objects)
-        self.before: list[State | None] = []  # what they were, while they are compared with it
+        self.before: list[State | None] = []  # the states before, while two are compared
         self.number = {id(value): n for n, value in enumerate(self.objects)}
         self.collected = collected
         self.memories: dict[tuple[int, int], int] = {}
@@ -274,7 +275,7 @@ class FlatStates:
         self._held = {id(there[n]): (m, n) for (m, n), there in held.items() if n in there}
 
     def enter(self, value: Any) -> int:
-        """Return the number of an object; a new one is described by :meth:`walk`."""
+        """Return the number of an object; :meth:`walk` describes new ones."""
         n = self.number.get(id(value))
         return self._new(value) if n is None else n
 
@@ -286,25 +287,25 @@ class FlatStates:
         return n
 
     def walk(self) -> None:
-        """Describe all that was entered, and what is in it."""
+        """Describe all objects that were entered, and all that is in them."""
         while self._todo:
             self.describe_again(self._todo.pop())
 
     def describe_again(self, n: int) -> None:
         """Describe an object as it is now.
 
-        An error of its own protocol is noted, and its attributes are compared all the same.
+        If its own protocol raises, the error is noted, and the object's attributes are compared.
         """
         value = self.objects[n]
         try:
             self.states[n] = _state(self._said, value)
-        except Exception as error:  # whatever a user's own protocol raises
+        except Exception as error:  # a user's own protocol may raise anything
             self.failed[n] = error
             if is_only_python(type(value)) and not is_of_process(type(value)):
                 self.states[n] = _state(self._plain, value)
 
     def back_to(self, length: int) -> None:
-        """Forget what was entered since there were ``length`` objects."""
+        """Forget the objects that were entered since there were ``length``."""
         self.forget(range(length, len(self.objects)))
         del self.objects[length:], self.states[length:]
 
@@ -317,8 +318,8 @@ class FlatStates:
         self.memories = {key: n for key, n in self.memories.items() if n not in numbers}
         self.failed = {n: error for n, error in self.failed.items() if n not in numbers}
 
-    # What follows returns the kind of a value and what its blob says; ``children`` get the numbers
-    # of what is in it.
+    # The following methods return the kind of a value and the content of its blob; they append the
+    # numbers of the objects in it to ``children``.
 
     def _said(self, value: Any, children: list[int], *, fresh: Fresh = Fresh.NO) -> _Said:
         if (name := self.named.get(id(value))) is not None:
@@ -352,7 +353,7 @@ class FlatStates:
         return kind, self._split([*value], children, fresh=inside, may_change=is_list)
 
     def _dict(self, value: Any, children: list[int], fresh: Fresh) -> _Said:
-        """Describe a dict, or an OrderedDict, of which a module has ten."""
+        """Describe a dict, or an OrderedDict; each torch module has ten."""
         kind = type(value).__name__
         if kind != "dict" and vars(value):
             read: Any = self.reader.reader_of(OrderedDict)
@@ -370,7 +371,7 @@ class FlatStates:
         plain = {item for item in value if self._is_inline_item(item)}
         own: list[int] = []
         others = self._split([item for item in value if item not in plain], own, may_change=False)
-        children += sorted(own)  # they are in no order
+        children += sorted(own)  # a set has no order
         return kind, (plain, others)
 
     def _is_inline_item(self, item: Any) -> bool:
@@ -382,7 +383,7 @@ class FlatStates:
         attributes, slots = read_insides(value)
         told = None if attributes is None else names_told(value, attributes)
         names = None if told is None else self._split([*told], children)
-        # no copy of the dict: it would count as another holder of what is in it
+        # not a copy of the dict: the copy would count as another holder of the values
         held = self._split([(attributes or {})[name] for name in told or ()], children)
         inside = self._split([*slots.values()], children)
         return "object", tuple(OfObject(names, held, [*slots], inside))
@@ -408,8 +409,8 @@ class FlatStates:
     def _builtin(self, function: Any, children: list[int], _: Fresh) -> _Said:
         """Describe a built-in: by its name in its module, else as a method of its owner.
 
-        Most methods say no module, and all that are loaded would be looked through for each. So the
-        owner is asked: ``random.random`` is found in the module of its class.
+        Most methods do not know their module, and a search through all loaded modules for each is
+        slow. So the owner is asked first: ``random.random`` is found in the module of its class.
         """
         owner, name, module = function.__self__, function.__name__, function.__module__
         is_method = owner is not None and not isinstance(owner, types.ModuleType)
@@ -435,11 +436,11 @@ class FlatStates:
         fresh: Fresh = Fresh.NO,
         may_change: bool = True,
     ) -> list[Any] | tuple[Any, ...]:
-        """Return values with a ``REF`` for each one that has a number, which ``children`` gets.
+        """Return values with a ``REF`` for each that has a number; ``children`` gets the numbers.
 
-        The result is a tuple if there is any, or an inline object, in it; else a list. ``fresh``:
-        what the values are that nobody else holds. ``may_change``: containers that can change may
-        stand in the blob; not in that of a constant, which no new one would replace.
+        The result is a tuple if a ``REF`` or an inline object is in it, else a list. ``fresh``
+        tells whether something else can hold the values. ``may_change``: containers that can change
+        may stand in the blob. They may not in the blob of a constant, which is never written again.
         """
         few = len(values) <= _LARGE
         if _atomic(map(type, values)) and not (
@@ -497,10 +498,10 @@ def _state(say: Callable[[Any, list[int]], _Said], value: Any) -> State:
 
 
 def _freshness_inside(fresh: Fresh, items: Iterable[Any]) -> Fresh:
-    """Return how fresh the items of a container are, by how fresh it is itself.
+    """Return how fresh the items of a container are, from how fresh the container is.
 
-    One that a protocol made may have tensors or arrays in it that look into others' memory; then
-    its items are described as others hold them.
+    A container that a protocol made may have tensors or arrays that look into memory of others.
+    Then its items are described as objects that others hold.
     """
     if fresh is Fresh.STATE:
         return Fresh.MADE
@@ -510,7 +511,7 @@ def _freshness_inside(fresh: Fresh, items: Iterable[Any]) -> Fresh:
 
 
 def _are_attributes(value: Any, reading: Reading) -> bool:
-    """Tell whether what a protocol says is simply attributes of the object, if maybe not all."""
+    """Tell whether a protocol tells attributes of the object and nothing else, perhaps not all."""
     told, *rest = reading.state or (None,)
     if reading.setter is not set_by_protocol or type(told) is not dict:
         return False
@@ -533,7 +534,7 @@ _KNOWN: dict[type, Callable[[FlatStates, Any, list[int], Fresh], _Said]] = {
 
 
 def name_of(value: Any) -> tuple[str, str]:
-    """Return the module and name of an object; raise :class:`pickle.PicklingError` without any."""
+    """Return an object's module and name; raise :class:`pickle.PicklingError` if it has none."""
     if isinstance(value, types.ModuleType):
         return value.__name__, ""
     name = getattr(value, "__qualname__", None)
@@ -545,7 +546,7 @@ def name_of(value: Any) -> tuple[str, str]:
     module: str = getattr(value, "__module__", None) or module_holding(value, name)
     package = module.partition(".")[0]
     if attribute_of(package, name) is value:
-        module = package  # its public name, under which another one may stand in for it there
+        module = package  # a public name, for which the other side may have another module
     found = module_named(module)
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -1,11 +1,12 @@
 """One numbered heap: the objects that travel, their flat states, and what has changed.
 
-It also knows which of them both sides know.
+The heap also knows which objects both sides know.
 
-The payload is the states of a table. What changed is ``before[n] != now[n]``; :meth:`Heap.change`
-says whether that can be done in place, :meth:`Heap.held_back` what stays as it was where a part is
-refused. Who holds what is the states' children. Why a value cannot travel, and which part of it, is
-found by describing it in a table of its own.
+The payload is the states of a heap. An object has changed if ``before[n] != now[n]``.
+:meth:`Heap.change` says whether it can change in place; :meth:`Heap.held_back` says which objects
+stay as they were when a part is refused. The states' children say which object holds which.
+:func:`culprit_of` describes a value in a heap of its own to find the part that cannot travel, and
+why.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ NAMESPACE = 0
 """The number of the notebook's namespace."""
 
 CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
-"""Kinds of objects in which nothing can change."""
+"""Kinds of objects that cannot change."""
 
 
 def is_constant(value: Any, state: State | None) -> bool:
-    """Tell whether nothing can change in an object itself, whatever may change in what it holds.
+    """Tell whether an object itself cannot change, even if the objects that it holds can.
 
-    Such are texts and tuples, what goes by its name, and what is made of a constructor and its
-    arguments alone, and has no state: ``torch.float32``, a device, a date. An iterator says no more
-    than that of itself and moves on all the same, and an ``array.array`` changes; it has no hash.
+    Texts and tuples are constant; so are objects that go by their name, and objects that consist of
+    a constructor and its arguments and have no state: ``torch.float32``, a device, a date. An
+    iterator and an ``array.array`` read like that, too, but the one moves on and the other changes;
+    an ``array.array`` has no hash.
     """
     if state is None or state[0] in CONSTANT:
         return True
@@ -56,14 +58,14 @@ def is_constant(value: Any, state: State | None) -> bool:
 
 
 def _said_of(state: State) -> OfReading:
-    """Return what the blob of an object says whose kind is ``reading``."""
+    """Return the content of a blob of the kind ``reading``."""
     return OfReading._make(marshal.loads(state[1]))  # noqa: S302  this process has written it
 
 
 _CONTAINERS = frozenset({"list", "tuple", "dict", "OrderedDict", "set", "frozenset"})
 _HOME = ("__main__", "builtins")
 _ON_DEVICE = b"cuda:"
-"""What the state of a tensor has in it that is on a GPU where it was read."""
+"""These bytes are in the state of a tensor that was on a GPU when it was read."""
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -80,16 +82,16 @@ def no_collection() -> Iterator[None]:
 
 
 _before_pauses: list[bool] = []
-"""Of each pause that goes on, the outermost first, whether the collector ran before it."""
+"""For each open pause, the outermost first: whether the collector ran before it."""
 
 
 def is_collecting() -> bool:
-    """Tell whether the garbage collector runs, or will when a pause of taas is over."""
+    """Tell whether the garbage collector runs, or will run after taas's present pause."""
     return _before_pauses[0] if _before_pauses else gc.isenabled()
 
 
 def set_collecting(wanted: bool) -> None:
-    """Let the garbage collector run or not, in a pause of taas from its end on."""
+    """Switch the garbage collector on or off; in a pause of taas, from the end of the pause on."""
     if _before_pauses:
         _before_pauses[0] = wanted
     elif wanted:
@@ -106,13 +108,13 @@ NO_STATE: State = "", b"", ()
 class Heap(FlatStates):
     """The objects of a notebook, or of a rank, by number, and their states ``before``.
 
-    The latter are there while a table is compared with itself.
+    ``before`` is filled only while a heap is compared with itself.
     """
 
     # ------------------------------------------------------------ what is in it
 
     def size(self, numbers: Iterable[int]) -> int:
-        """Return about how many bytes some objects have to be written: their states, and memory."""
+        """Return about how many bytes it takes to write some objects: their states and memory."""
         found = 0
         for n in numbers:
             kind, blob, children = self.states[n] or NO_STATE
@@ -127,11 +129,11 @@ class Heap(FlatStates):
         return [one.__code__ for one in functions if one.__globals__ is self.reader.namespace]
 
     def sources(self) -> dict[str, tuple[int, list[str]]]:
-        """Return the text of the cells that the functions were defined in."""
+        """Return the text of the cells in which the functions were defined."""
         entries = {
             code.co_filename: linecache.cache.get(code.co_filename, ()) for code in self.codes()
         }
-        # IPython's; files have a time
+        # only IPython's cells: the entries of files have a time
         return {
             n: (entry[0], entry[2])
             for n, entry in entries.items()
@@ -139,9 +141,9 @@ class Heap(FlatStates):
         }
 
     def early(self, n: int) -> int:
-        """Return the order in which names are bound: modules and plain values come first.
+        """Return the rank in which a name is bound: modules and plain values come first.
 
-        Then follow functions, classes, and objects whose methods may use all of these.
+        Functions, classes and objects, whose methods may use them all, follow.
         """
         value = self.objects[n]
         kinds: tuple[Any, ...] = (types.ModuleType, *ATOMS), types.FunctionType, type
@@ -150,7 +152,7 @@ class Heap(FlatStates):
     # ------------------------------------------------------------ on the other side
 
     def learn(self, made: dict[int, Any], states: dict[int, State], length: int) -> None:
-        """Know what was built from states, and that ``length`` numbers are taken."""
+        """Learn the objects that were built from states; ``length`` numbers are taken."""
         for n in range(len(self.objects), length):
             known = n in states and n in made
             self.objects.append(made[n] if known else None)
@@ -163,16 +165,16 @@ class Heap(FlatStates):
             elif (
                 _has_identity(kind, made[n]) and (m := self.number.setdefault(id(made[n]), n)) != n
             ):
-                self.states[n] = ("same", _NO_BLOB, (m,))  # known here: a class, a dtype
+                self.states[n] = ("same", _NO_BLOB, (m,))  # it exists here: a class, a dtype
 
     def describe_as_here(self) -> None:
-        """Describe again what this side reads in another way than the sender.
+        """Describe again the objects that this side reads in another way than the sender.
 
-        Such are tensors of other devices, and functions on this namespace.
+        Those are tensors on other devices, and functions on this namespace.
 
-        An object with a protocol of its own is asked again where it may keep a copy of what it was
-        made with: this is nobody else's, and gets a number that only this side knows. So is a
-        module of which something stays behind.
+        An object with its own protocol is described again if it may keep a copy of an argument:
+        only this side has the copy, under a number that only this side knows. So is a module of
+        which a part stays behind.
         """
         staying = {cls for cls in {*map(type, self.objects)} if stays(cls)}
         for n, value in enumerate(self.objects):
@@ -186,7 +188,7 @@ class Heap(FlatStates):
     def _is_other_here(self, value: Any, state: State | None) -> bool:
         if isinstance(value, types.ModuleType):
             return self.number.get(id(Left)) in (state or NO_STATE)[2]
-        # in the notebook: made on a GPU, and here in host memory
+        # in the notebook: made on a GPU in the rank, and in host memory here
         from_device = state is not None and is_tensor(value) and _ON_DEVICE in state[1]
         if state is None or state[0] != "reading" or (is_as_sent(value) and not from_device):
             return state is None
@@ -200,7 +202,7 @@ class Heap(FlatStates):
     def describe_after(
         self, numbers: Iterable[int], reader: Reader, collected: float = math.inf
     ) -> None:
-        """Describe some objects anew: what they are now, beside what they were."""
+        """Describe some objects as they are now; ``before`` keeps what they were."""
         self.reader, self.collected = reader, collected
         self.before = self.states.copy()
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
@@ -211,7 +213,7 @@ class Heap(FlatStates):
         self.walk()
 
     def unreadable(self, numbers: Iterable[int]) -> dict[int, Exception]:
-        """Return the objects whose own protocol fails to describe them now, with its errors."""
+        """Return the objects that their own protocol fails to describe now, with its errors."""
         length = len(self.objects)
         asked = [n for n in numbers if self.reader.asks(type(self.objects[n]))]
         self.describe_after(asked, self.reader)
@@ -220,7 +222,7 @@ class Heap(FlatStates):
         return failed
 
     def renumber(self, n: int) -> int:
-        """Give an object another number, as it is made anew on the other side."""
+        """Give an object another number, because the other side makes it anew."""
         m = self.number[id(self.objects[n])] = len(self.objects)
         self.objects.append(self.objects[n])
         self.states.append(self.states[n])
@@ -229,10 +231,10 @@ class Heap(FlatStates):
     def end_after(
         self, known: int, sent: Container[int], anew: Iterable[int], held_back: Iterable[int]
     ) -> None:
-        """Forget what the other side does not know, after an answer was sent.
+        """After an answer was sent, forget the objects that the other side does not know.
 
-        These are the numbers from ``known`` on that were not sent, and old numbers of what is made
-        anew.
+        Those are the numbers from ``known`` on that were not sent, and the old numbers of objects
+        that are made anew.
         """
         for n in held_back:
             if n < known:
@@ -243,15 +245,15 @@ class Heap(FlatStates):
         self.before, self.failed = [], {}
 
     def memory_ranges(self, numbers: Collection[int]) -> list[MemoryRange]:
-        """Return the memory among some objects."""
+        """Return the memory ranges among some objects."""
         return [self.objects[n] for n in self.memories_among(numbers)]
 
     def memories_among(self, numbers: Collection[int]) -> dict[int, Span]:
-        """Return where the memory is that is among some objects, and its length, by number."""
+        """Return address and length of the memory ranges among some objects, by number."""
         return {n: memory for memory, n in self.memories.items() if n in numbers}
 
     def go_on(self, before: Heap, held: Iterable[int], length: int) -> None:
-        """Know of an earlier table what is held still."""
+        """Take over from an earlier heap the objects that are still held."""
         held = {n for n in held if n < len(before.objects)}
         taken = range(len(self.objects), min(length, len(before.objects)))
         self.objects += [before.objects[n] if n in held else None for n in taken]
@@ -259,7 +261,7 @@ class Heap(FlatStates):
         self.know(held)
 
     def know(self, numbers: Iterable[int]) -> None:
-        """Name some objects by the numbers that both sides know them by."""
+        """Name some objects by the numbers under which both sides know them."""
         for n in numbers:
             value, state = self.objects[n], self.states[n]
             if isinstance(value, MemoryRange):
@@ -268,10 +270,9 @@ class Heap(FlatStates):
                 self.number[id(value)] = n
 
     def take_back(self, length: int, anew: Iterable[int] = ()) -> None:
-        """Restore the table as it was before :meth:`describe_after`.
+        """Restore the heap to what it was before :meth:`describe_after`.
 
-        Numbers from ``length`` on are forgotten; the objects in ``anew`` get their old numbers
-        back.
+        Numbers from ``length`` on are forgotten; objects in ``anew`` get their old numbers back.
         """
         self.states[:length] = self.before[:length]
         self.back_to(length)
@@ -281,7 +282,7 @@ class Heap(FlatStates):
     # ------------------------------------------------------------ comparing
 
     def is_same(self, n: int) -> bool:
-        """Tell whether an object is as it was before."""
+        """Tell whether an object is what it was before."""
         before, now = self.before[n], self.states[n]
         if before is None or now is None or before[:2] != now[:2]:
             return before is now
@@ -294,17 +295,17 @@ class Heap(FlatStates):
         return self.before[n] if n < len(self.before) else self.states[n]
 
     def _meant(self, n: int) -> int:
-        """Return the number of what stands in an object's place on the other side."""
+        """Return the number of the object that the other side has in an object's place."""
         state = self._state_before(n)
         return self._meant(state[2][0]) if state is not None and state[0] == "same" else n
 
     def change(self, before: State | None, now: State | None) -> How:
-        """Return how an object that was ``before`` becomes what it is ``now``."""
+        """Return how an object in the state ``before`` can become what it is ``now``."""
         assert before is not None and now is not None
         if before[0] == now[0] and now[0] in ("list", "dict", "OrderedDict", "set", "object"):
             return How.IN_PLACE
         if now[0] == "object" and before[0] == "reading":
-            return How.IN_PLACE  # it has turned into an object of another class
+            return How.IN_PLACE  # its class has changed
         if now[0] != "reading":
             return How.ANEW
         said = _said_of(now)
@@ -323,9 +324,9 @@ class Heap(FlatStates):
         but: Container[int] = (),
         states: list[State | None] | None = None,
     ) -> set[int]:
-        """Return the numbers of objects and of all that is in them, but for what is in ``but``.
+        """Return the numbers of objects and of all that is in them, except what ``but`` has.
 
-        Who holds what is said by ``states``: the present ones, if they are not given.
+        ``states`` say which object holds which; without them, the present states do.
         """
         states = self.states if states is None else states
         found: set[int] = set()
@@ -352,7 +353,7 @@ class Heap(FlatStates):
         return found
 
     def holders(self, among: Iterable[int]) -> dict[int, list[int]]:
-        """Return which objects, of some, hold an object, by its number."""
+        """Return, by number, which of some objects hold an object."""
         holders: dict[int, list[int]] = {}
         for n in among:
             for child in (self.states[n] or NO_STATE)[2]:
@@ -360,9 +361,9 @@ class Heap(FlatStates):
         return holders
 
     def way_to(self, wanted: Container[int], roots: Mapping[str, int]) -> tuple[str, int] | None:
-        """Return the shortest path to a wanted object, and its number.
+        """Return the shortest path to one of the wanted objects, and its number.
 
-        A path is written as ``trainer.callbacks[2].conn``.
+        A path reads like ``trainer.callbacks[2].conn``.
         """
         above: dict[int, int | str] = {n: name for name, n in roots.items()}
         waiting = deque(dict.fromkeys(roots.values()))
@@ -380,23 +381,23 @@ class Heap(FlatStates):
         while way:
             part = self.objects[way.pop()]
             label = _label(holder, part)
-            if label or not isinstance(part, (tuple, types.CellType)):  # these are a protocol's own
+            if label or not isinstance(part, (tuple, types.CellType)):  # those belong to a protocol
                 path, holder = path + label, part
         return path, waiting[0]
 
     def leave_out(self, first: int = 0, roots: Mapping[str, int] | None = None) -> bool:
-        """Leave out, from number ``first`` on, parts that cannot travel; tell whether any were.
+        """Leave out the parts, from number ``first`` on, that cannot travel; tell whether any were.
 
-        Only parts are left out that their holder can do without.
+        A part is left out only if its holder can do without it.
         """
         of_holders = self._leave_out_of_holders(first)
         return self._leave_out_attributes(first, roots or {}) or of_holders
 
     def _leave_out_attributes(self, first: int, roots: Mapping[str, int]) -> bool:
-        """Leave out attributes that belong to their process, or have in a container what does.
+        """Leave out attributes that belong to their process, or hold such an object in a container.
 
-        From each such object, climb through containers to what has them as an attribute. What has
-        it in another way (a hook that closes over it) cannot do without.
+        From each such object, climb through containers to the object that has it as an attribute. A
+        holder that has it in another way (a hook that closes over it) cannot do without it.
         """
         reasons = {
             n: type(self.objects[n]).__qualname__
@@ -444,9 +445,9 @@ class Heap(FlatStates):
         self.parted.append(LeftAttribute(f"{path}.{name}", name, kind, holder, part))
 
     def _leave_out_of_holders(self, first: int) -> bool:
-        """Leave out which parts of modules, loggers and formatters cannot travel.
+        """Leave out the parts of modules, loggers and formatters that cannot travel.
 
-        Nor does what of a module's data holds code of a module that is not found by its name.
+        This includes data of a module that holds code which is not found by name in its module.
         """
         new = range(first, len(self.objects))
         kinds = {
@@ -480,9 +481,10 @@ class Heap(FlatStates):
     def _error_in(
         self, root: list[int], holders: set[int], own: set[int], by_name: set[int]
     ) -> Exception | None:
-        """Return why a part of a module, a logger or a formatter cannot travel.
+        """Return why a part of a module, a logger or a formatter cannot travel; else None.
 
-        A class of the notebook brings all that it has: a named tuple methods of ``collections``.
+        A class of the notebook travels with all its attributes: a named tuple has methods of
+        ``collections``.
         """
         error = next(
             (self.failed[m] for m in self.reached(root, holders) if m in self.failed), None
@@ -492,10 +494,10 @@ class Heap(FlatStates):
         return pickle.PicklingError("it is code without a name")
 
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
-        """Return what stays as it was if some objects are refused: these, and instances around.
+        """Return what stays as it was if some objects are refused: they, and instances around them.
 
-        An instance stays with all that is in it, but for what names reach otherwise; containers
-        change, where they can.
+        An instance stays with all that is in it, except what names reach in another way. Containers
+        change if they can.
         """
         around = (
             self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()
@@ -505,7 +507,7 @@ class Heap(FlatStates):
         return (self.reached(owners) | self.reached(owners, states=self.before)) - whole | refused
 
     def only_among(self, numbers: set[int], states: Iterable[State | None]) -> set[int]:
-        """Return the numbers of memory that only some objects have, by the states of all."""
+        """Return the numbers of memory that only some objects have; ``states`` are those of all."""
         known = {n: state for n, state in enumerate(states) if state is not None}
         inside = {c for n in numbers if n in known for c in (n, *known[n][2])}
         others = {c for n, state in known.items() if n not in numbers for c in state[2]}
@@ -513,10 +515,10 @@ class Heap(FlatStates):
 
 
 def _has_identity(kind: str, value: Any) -> bool:
-    """Tell whether an object is known by which one it is; of plain values, only None."""
+    """Tell whether identity matters for an object; of plain values, it does for None only."""
     if kind == "atom":
         return value is None or type(value) is types.CodeType
-    # "same": it is another object here, which has a number of its own
+    # "same": another object stands for it here, which has a number of its own
     return kind not in (
         "memory",
         "same",
@@ -570,9 +572,10 @@ class Culprit(NamedTuple):
 def culprit_of(
     name: str, value: Any, reader: Reader, *, without_gpu: bool = False
 ) -> Culprit | None:
-    """Return the part of an object that cannot travel, by the shortest path to it; else None.
+    """Return the part of an object that cannot travel, with the shortest path; None without any.
 
-    ``name`` is the first part of the path. ``without_gpu``: it goes to a process without a GPU.
+    ``name`` is the first part of the path. ``without_gpu``: the object goes to a process without a
+    GPU.
     """
     heap = Heap(reader, [reader.namespace])
     root = heap.enter(value)
@@ -593,7 +596,7 @@ def culprit_of(
 
 
 def few_words_of(parted: list[LeftAttribute]) -> list[str]:
-    """Say what some attributes are, in a line for each kind of what they hold."""
+    """Describe some attributes, in one line for each kind of value that they hold."""
     kinds: dict[str, list[str]] = {}
     for one in parted:
         kinds.setdefault(one.kind, []).append(one.path)
@@ -605,7 +608,7 @@ def few_words_of(parted: list[LeftAttribute]) -> list[str]:
 
 
 def _label(holder: Any, part: Any) -> str:
-    """Return how a part is written behind what holds it; nothing where only a protocol knows."""
+    """Return how a part is written after its holder; empty if only a protocol knows."""
     if isinstance(holder, types.FunctionType):
         closure = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
         named = {f" closure variable {name}": cell for name, cell in closure}

@@ -1,14 +1,14 @@
 """Holders of data beside names: modules of the project, loggers, display formatters.
 
-A module travels by its name. The data of the project's modules (``helper.counter``), and of their
-classes (``helper.Model.count``), are the module's state. They travel where the cell reaches the
-module, by whatever it uses. Functions and classes are not data, unless they are the notebook's own:
-they are what the module's file says. Where the ranks have another module than the notebook (its
-file was edited in between), each has data of its own. An object that another process cannot rebuild
+A module travels by its name. The state of a project's module is its data (``helper.counter``) and
+the data of its classes (``helper.Model.count``). They travel if the cell reaches the module through
+anything that it uses. Functions and classes are not data unless the notebook defined them: the
+module's file has them. If the ranks have another version of the module than the notebook (its file
+was edited in between), each side keeps its own data. An object that another process cannot rebuild
 from names (a lock, a library opened by ctypes) stays behind: the ranks' module has its own.
 
-A logger's state is its handlers and filters, but for those that come with a library or with what
-runs the kernel (levels are settings: ``process_state``); a formatter's is which function shows
+A logger's state is its handlers and filters, except those of a library or of the program that runs
+the kernel (levels are settings: ``process_state``). A formatter's state says which function shows
 which class.
 """
 
@@ -44,11 +44,11 @@ from taas.import_hooks import (
 )
 
 _ANY_MODULE = ({"import_module"}, {"__import__"}, {"sys", "modules"}, {"runpy"}, {"%run"})
-"""Code with such words may reach modules that it does not name."""
+"""Code with all words of one of these sets may reach modules that it does not name."""
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
 _HOLDS = {"pandas": "options.display.float_format"}
-"""What modules of libraries hold that is a function of the notebook, and no plain setting."""
+"""Attributes of libraries' modules that may hold a function of the notebook."""
 
 
 # ---------------------------------------------------------------- data
@@ -56,32 +56,32 @@ _HOLDS = {"pandas": "options.display.float_format"}
 _known: set[str] = set()
 _maybe_of_projects: list[str] = []
 _put: set[str] = set()
-"""What was put into modules: what takes its place is data, too."""
+"""Attributes that were put into modules: what replaces such a value is data, too."""
 left_out: dict[int, Any] = {}
-"""Parts of holders that cannot travel, by their ids; each process has its own."""
+"""Parts of holders that cannot travel, by id; each process has its own."""
 apart: set[str] = set()
-"""The display names of holders that keep their data, as the other side has another one."""
+"""Display names of the holders that keep their data because the other side has another version."""
 
 
 def set_apart(names: Iterable[str]) -> None:
-    """Let these, and no others, keep what they have."""
+    """Let these holders, and no others, keep their data."""
     apart.clear()
     apart.update(names)
 
 
 class Left:
-    """Stands in a module's state for data that each process has of its own."""
+    """In a module's state, stands for data that each process has of its own."""
 
 
 def survey() -> None:
-    """Note which modules may be a project's: done once before forking, it costs a rank nothing."""
+    """Note which modules may belong to a project; before a fork, so that it costs ranks nothing."""
     _maybe_of_projects.extend(filter(may_be_of_project, imported_since(_known)))
 
 
 def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
     survey()
     below = project.rstrip(os.sep) + os.sep
-    # one that waits for its first use has no data yet
+    # a lazy module has no data before its first use
     modules = [
         (name, module) for name in _maybe_of_projects if (module := loaded(name)) is not None
     ]
@@ -91,19 +91,19 @@ def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
 
 
 def loaded_as(project: str) -> dict[str, Any]:
-    """Return of the project's modules that are imported what a reload makes anew, by name."""
+    """Return, by name, what a reload replaces in each imported module of the project."""
     return {name: module.__spec__ for name, module in _of_project(project)}
 
 
 def edited_modules(project: str) -> dict[str, types.ModuleType]:
-    """Return the project's modules whose file was edited since their import, by display name."""
+    """Return, by display name, the project's modules whose file was edited after the import."""
     return {
         name_of_holder(module): module for name, module in _of_project(project) if is_edited(name)
     }
 
 
 def reader_of_module(module: types.ModuleType, project: str) -> Reading:
-    """Read a module by its name; one of the project also has its data, unless it is set apart."""
+    """Read a module by its name; a module of the project also has its data, unless set apart."""
     name = module.__name__
     has_data = name in _HOLDS or (bool(project) and name in dict(_of_project(project)))
     if not has_data or name_of_holder(module) in apart:
@@ -111,6 +111,9 @@ def reader_of_module(module: types.ModuleType, project: str) -> Reading:
     here = {way: Left if id(value) in left_out else value for way, value in data_of(module).items()}
     told = dict(sorted(here.items()))
     return Reading(import_or_stand_in, (name,), _set_data, (told,))
+
+
+"""Return the data of a module, each by its dotted path in the module."""
 
 
 def data_of(module: types.ModuleType) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def _set_data(module: types.ModuleType, state: tuple[dict[str, Any]]) -> None:
     here, told = data_of(module), state[0]
     for way in here.keys() - told.keys():
         holder, attribute = _held(module, way)
-        if attribute in vars(holder) and id(here[way]) not in left_out:  # that the ranks never had
+        if attribute in vars(holder) and id(here[way]) not in left_out:  # the ranks never had those
             delattr(holder, attribute)
     for way, value in told.items():
         if value is not Left and here.get(way, Left) is not value:
@@ -139,20 +142,20 @@ def _set_data(module: types.ModuleType, state: tuple[dict[str, Any]]) -> None:
 
 
 def _held(module: types.ModuleType, way: str) -> tuple[Any, str]:
-    """Return the module, or the class in it, that a dotted path ends in, and the last name."""
+    """Return the module, or the class in it, that has an attribute; and the attribute's name."""
     holder: Any = module
     *classes, attribute = way.split(".")
     for cls in classes:
-        holder = getattr(holder, cls, None) or type(cls, (), {})  # the file has none such any more
+        holder = getattr(holder, cls, None) or type(cls, (), {})  # the file lacks the class by now
     return holder, attribute
 
 
 def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module and of its own classes, except enumerations."""
     for name, value in list(vars(holder).items()):
-        if not isinstance(name, str):  # a program has written into its ``vars``
+        if not isinstance(name, str):  # a program wrote it through ``vars``
             continue
-        # ``__str__`` can be put into a class, too
+        # a program may set ``__str__`` of a class, too
         is_method = begins and isinstance(value, types.FunctionType)
         if (name.startswith("__") and not is_method) or not name.isidentifier():
             continue
@@ -163,10 +166,10 @@ def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, An
 
 
 def _is_data(value: Any) -> bool:
-    """Tell whether a module's or class's part is data: no code, unless it is the notebook's."""
+    """Tell whether a part of a module or class is data: no code, unless the notebook defined it."""
     if isinstance(value, _CODE) or attribute_of_class(type(value), "__get__") is not None:
         parts = [value]
-        if not isinstance(value, (type, types.ModuleType)):  # these may answer to any name
+        if not isinstance(value, (type, types.ModuleType)):  # those may answer to any name
             parts += [getattr(value, name, None) for name in ("__func__", "fget", "func")]
         return any(getattr(part, "__module__", "") == "__main__" for part in parts)
     cls = type(value)
@@ -206,11 +209,11 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
 
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
 _listed: set[str] = set()
-"""What has held something of the notebook once: that it holds nothing any more is its state."""
+"""Holders that once held something of the notebook: that they no longer do is their state."""
 
 
 def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
-    """Return what reads loggers, handlers and display formatters, or None for other classes."""
+    """Return the reader for loggers, handlers and display formatters; None for other classes."""
     if issubclass(cls, logging.Logger):
         return _read_logger
     if issubclass(cls, logging.Handler) and keeps_pickling_of_object(cls):
@@ -221,7 +224,7 @@ def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
 def holders(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
     """Return the holders that hold something of the notebook, by display name.
 
-    Of the project's modules, those in ``modules``; None means all.
+    Of the project's modules, only those in ``modules``; None means all.
     """
     found = {name_of_holder(one): one for one in _all()}
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
@@ -247,7 +250,7 @@ def all_holders() -> list[str]:
 
 
 def name_of_holder(holder: Any) -> str:
-    """Return what messages call a module, a logger or a display formatter."""
+    """Return the name of a module, a logger or a display formatter in messages."""
     if isinstance(holder, types.ModuleType):
         return f"the module {holder.__name__}"
     if isinstance(holder, logging.Logger):
@@ -262,7 +265,7 @@ def holder_kinds() -> tuple[type, ...]:
 
 
 def parts_of_holder(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a module, logger or formatter, each with the way it is written."""
+    """Yield the parts of a module, logger or formatter, each with how code writes it."""
     if isinstance(holder, types.ModuleType):
         yield from ((f"{holder.__name__}.{way}", part) for way, part in data_of(holder).items())
         return
@@ -291,7 +294,7 @@ def all_loggers() -> Iterator[logging.Logger]:
 
 
 def _stays(log: logging.Logger, item: Any) -> bool:
-    """Tell whether a handler stays here: a library's or kernel's own, or it cannot travel."""
+    """Tell whether a handler stays here: a library or the kernel owns it, or it cannot travel."""
     if id(item) in left_out:
         return True
     homes = getattr(item, "__module__", ""), type(getattr(item, "formatter", None)).__module__
@@ -317,7 +320,7 @@ def _set_logger(log: Any, state: tuple[dict[str, list[Any]]]) -> None:
 
 
 def _read_handler(handler: Any) -> Reading:
-    """Read a handler: its lock, and the file that it has opened, are its process' own."""
+    """Read a handler without its lock and its open file, which belong to its process."""
     state = {**vars(handler), "lock": None}
     if isinstance(handler, logging.FileHandler):
         state |= {"stream": None, "mode": handler.mode.replace("w", "a")}
@@ -336,7 +339,7 @@ def _set_handler(handler: Any, told: tuple[dict[str, Any]]) -> None:
 
 
 def go_to_ends() -> None:
-    """Let open log files go on at their ends, where other processes have written since."""
+    """Move open log files to their ends, because other processes have written since."""
     for known in list(logging._handlerList):  # type: ignore[attr-defined]
         handler = known()
         stream = handler.stream if isinstance(handler, logging.FileHandler) else None

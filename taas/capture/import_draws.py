@@ -1,10 +1,10 @@
-"""Imports in ranks draw no more random numbers than in a notebook, which imports once.
+"""Keep imports in ranks from drawing more random numbers than in a notebook, which imports once.
 
-A rank is a new process. It imports anew what the notebook imported cells ago, and libraries draw at
-import (``rich`` picks an emoji, a project's module makes a layer). A plain cell would not have
-drawn again, so the rank puts back what such an import drew. What is new to both draws as it does in
-a plain cell. The notebook also counts what its ranks have imported in earlier cells: without the
-headers it would have imported that itself.
+A rank is a new process. It imports again what the notebook imported cells ago, and some libraries
+draw at import (``rich`` picks an emoji; a project's module makes a layer). A plain cell would not
+draw again, so the rank restores the random states after such an import. A module that is new to
+notebook and rank draws, as it would in a plain cell. The notebook also counts the modules that
+ranks imported in earlier cells: without the headers it would have imported them itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def known_modules() -> str:
 
 
 def note_imported(names: Iterable[str]) -> None:
-    """Note in a notebook what rank 0 of a cell has imported."""
+    """Note, in a notebook, the modules that a cell imported in rank 0."""
     _by_ranks.update(names)
 
 
 def put_back_draws_of(known: str) -> None:
-    """Let the first import of each module draw nothing; ``known`` is from :func:`known_modules`."""
+    """Let the first import of each ``known`` module (:func:`known_modules`) draw nothing."""
     around_imports_of_known(set(known.split("\n")), drawing_nothing)
 
 
@@ -43,7 +43,7 @@ def last_imported() -> str:
 
 
 def imported_after(last: str) -> list[str]:
-    """Return the modules that were imported after the ``last`` one.
+    """Return the modules that were imported after the module ``last``.
 
     Earlier ones are not looked at (see ``imported_since``). All of this runs in C, so no other
     thread can import anything meanwhile, which would end the iteration with an error.
@@ -56,9 +56,9 @@ _puts_back = False
 
 @contextlib.contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Restore the main thread's random states afterwards; a nested call does nothing.
+    """Restore the main thread's random states at the end; a nested call does nothing.
 
-    Another thread leaves them alone: it would put back what the main thread draws at the same time.
+    In another thread this does nothing: it would undo draws that the main thread makes meanwhile.
     """
     global _puts_back
     if _puts_back or threading.current_thread() is not threading.main_thread():

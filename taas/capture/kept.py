@@ -1,9 +1,9 @@
-"""What kept ranks hold, and what of it holds still for the next cell.
+"""What kept ranks hold, and which of their names still hold for the next cell.
 
-After a cell both sides know the same objects under the same numbers: what travelled, and what came
-back. The next payload goes on behind them. It names nothing by an older number, since other ranks
-than 0 do not know the numbers of an answer; an object that a name of the ranks is bound to goes by
-this name.
+After a cell both sides know the same objects under the same numbers: those that travelled, and
+those that came back. The next payload continues these numbers. It does not name an object by an
+older number, because ranks other than 0 do not know the numbers of an answer. An object that a name
+of the ranks is bound to goes by this name.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from taas.capture.reading import ATOMS
 from taas.wording import first_line
 
 NONE = object()
-"""Stands for the value of a name that the notebook lacks."""
+"""Sentinel: the notebook has no value for this name."""
 UNSURE = object()
-"""Stands for the value of a name where nobody knows what the ranks have."""
+"""Sentinel: the ranks' value for this name is unknown."""
 
 
 class Kept:
-    """What the ranks hold after a cell: the names, places, and the notebook's objects for them.
+    """What the ranks hold after a cell: names, places, and the notebook's objects for them.
 
-    ``own`` are names under which the ranks have something else: what could not come back.
+    ``own`` are names whose value in the ranks could not come back.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Kept:
         before: Kept | None = None,
     ) -> None:
         applied = applied or Applied()
-        self.is_known = names is not None  # else ranks may hold what nobody here knows of
+        self.is_known = names is not None  # if not, ranks may hold anything
         self.names, self.cells, self.project = names or {}, len(typed_cells()), project
         self.own, self.wrapped = frozenset(own), frozenset(applied.wrapped)
         self.places = places or {}
@@ -58,8 +58,9 @@ class Kept:
         self.next_region = applied.next_region
         reached = self.heap.reached(n for _, n in self.roots())
         self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
-        # What cannot be described here, so nobody can tell later whether it has changed. The
-        # numbers of what ranks hold stay the same; what the cell did not touch is not asked again.
+        # Objects whose protocol raises here, so that a later change could not be seen. Their
+        # numbers in the ranks stay the same; objects that the cell did not touch are not read
+        # again.
         known: dict[int, Exception] = before.unreadable if before is not None else {}
         asked = self.heap.unreadable(applied.numbers & reached)
         still = {n: error for n, error in known.items() if n in reached}
@@ -88,7 +89,7 @@ class Kept:
         return found
 
     def roots(self) -> list[tuple[str, int]]:
-        """Return the names and places that have a number: those that travelled there or back."""
+        """Return the names and places that have a number: they travelled there or back."""
         number = self.heap.number
         return [
             (name, number[id(value)]) for name, value in self.all.items() if id(value) in number
@@ -98,10 +99,10 @@ class Kept:
 class Held:
     """The names and places of the ranks that still hold for one cell.
 
-    One holds if the notebook has neither rebound it nor changed what is in it.
+    A name holds if the notebook has neither rebound it nor changed any object in its value.
 
-    What is to travel ``anew`` does not hold, nor does any name with it inside. A name that does not
-    hold travels, if the cell needs it; else it is deleted in the ranks.
+    A name does not hold if an object in ``anew`` is in its value. A name that does not hold travels
+    if the cell needs it; otherwise the ranks delete it.
     """
 
     def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:
@@ -131,12 +132,12 @@ class Held:
 
     @property
     def places(self) -> set[str]:
-        """The modules, loggers and formatters that do."""
+        """The modules, loggers and formatters that hold."""
         return self._holds & self.kept.places.keys()
 
     @property
     def named(self) -> dict[int, str]:
-        """What goes by a name of the ranks, by its id."""
+        """By id, the names of the objects that go by a name of the ranks."""
         kept, names = self.kept, self.names - self.kept.own
         by_wrapped = sorted(names, key=lambda name: name not in kept.wrapped)
         return {
@@ -148,7 +149,7 @@ class Held:
         return set().union(*self.inside.values())
 
     def _changed(self) -> set[int]:
-        """Return the numbers of what is another now than after the last cell."""
+        """Return the numbers of the objects that have changed since the last cell."""
         kept, heap, numbers = self.kept, self.kept.heap, self._numbers
         length = len(heap.objects)
         tell_what_changed()
@@ -156,7 +157,7 @@ class Held:
             heap.describe_after(numbers, heap.reader)
             asked = numbers - kept.unreadable.keys()
             found = {n for n in asked if n in heap.failed or not heap.is_same(n)}
-        finally:  # also after an interrupt: the next cell compares with the same
+        finally:  # also after an interrupt: the next cell compares with the same states
             heap.take_back(length)
         changed = kept.snapshot.changed(kept.stretches)
         return found | self._looking_into({n for n in kept.stretches if changed.get(n, True)})
@@ -171,12 +172,12 @@ class Held:
         return bool(gone)
 
     def let_go(self, heap: Heap) -> bool:
-        """Let names go that have parts in what travels; tell whether there are any."""
+        """Release names that share objects with what travels; tell whether there were any."""
         kept, numbers = self.kept.heap, self._numbers
         ids = {
             id(kept.objects[n]): n
             for n in numbers
-            # all tensors have torch.float32 in common
+            # constants do not count: all tensors share torch.float32
             if not is_constant(kept.objects[n], kept.states[n])
         }
         shared, regions = set[int](), set[int]()
@@ -190,20 +191,20 @@ class Held:
 
     @property
     def objects(self) -> list[Any]:
-        """What both sides know already, by number: what is not held is left out."""
+        """The objects that both sides know, by number; None for those that do not hold."""
         known = self._numbers | {NAMESPACE}
         return [value if n in known else None for n, value in enumerate(self.kept.heap.objects)]
 
     def memory(self) -> dict[int, Stretch]:
-        """Return the memory that is held, by region."""
+        """Return the memory that holds, by region."""
         used = set().union(*(self._regions.get(n, ()) for n in self._numbers))
         return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
 
     def told(self, sent: Collection[str]) -> dict[str, Any]:
-        """Return what the ranks are told: what holds, and which names they delete.
+        """Return the message for the ranks: which names hold, and which they delete.
 
-        Where the notebook does not know what they hold, they delete all names: after an interrupt
-        while a cell was captured, or while what came back was unpacked.
+        If the notebook does not know what the ranks hold, they delete all names. That is so after
+        an interrupt while a cell was captured, or while an answer was unpacked.
         """
         deleted = sorted(self.kept.names.keys() - self.names - {*sent})
         return {
@@ -215,12 +216,12 @@ class Held:
 
 
 def _bound_since(kept: Kept) -> set[str]:
-    """Return what the notebook's cells have bound since, as far as their code says it.
+    """Return the names that the notebook's cells have bound since, as far as their code shows it.
 
-    Only of constants that is asked: one that is bound anew is the same object as before, if it has
-    the same value. Where the code does not say what it binds (a magic, ``exec``), a constant with
-    the value that the notebook had is taken to be the one that it was: each rank keeps its own, as
-    ``rank``, which else would become rank 0's.
+    This matters for constants only: a rebound constant with an equal value is the same object as
+    before. If the code does not show what it binds (a magic, ``exec``), a constant with the value
+    that the notebook had is taken as not rebound. Then each rank keeps its own value of, say,
+    ``rank``, and does not get rank 0's.
     """
     found: set[str] = set()
     for cell in typed_cells()[kept.cells : -1]:

@@ -1,14 +1,14 @@
-"""Read objects of libraries whose own protocols leave something out; join devices of state.
+"""Read objects of libraries whose own protocols leave parts out; move state to its device.
 
 * Optimizers and schedulers wrap each other's ``step`` in functions of this process; their protocols
   drop hooks.
-* pandas copies a block before it writes to it while another frame or series looks into the same
-  memory, which it counts in an object that such blocks have in common. Pickle leaves that out: a
-  column taken from a frame would change with it. A series' pickle leaves out the block itself; an
-  index made of a column looks into it, too.
-* DataLoaders with persistent workers hold these.
-* Bars of tqdm and scalers of gradients refer to their process (``progress``).
-* Objects with traits (widgets) tell somebody when they change, which their pickles leave out.
+* pandas copies a block before it writes to it if another frame or series looks into the same
+  memory. It counts them in an object that such blocks share. Pickle leaves that object out, so a
+  column taken from a frame would change with the frame. A series' pickle leaves out the block
+  itself; an index made from a column looks into it, too.
+* DataLoaders with persistent workers hold their worker processes.
+* Bars of tqdm and gradient scalers refer to their process (``progress``).
+* Objects with traits (widgets) notify observers when they change; their pickles leave these out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from taas.capture.reading import (
 from taas.import_hooks import attribute_of, loaded
 
 _rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that were built in this process and not stepped since."""
+"""Optimizers that were built in this process and have not stepped since."""
 
 _ReaderOf = Callable[[Any], Reading | None]
 
@@ -38,7 +38,7 @@ _ReaderOf = Callable[[Any], Reading | None]
 def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     """Return the reader for objects of a library's class, or None.
 
-    ``answers``: what is read goes to the notebook, where all users of a pandas block are.
+    ``answers``: the objects go to the notebook, which has all users of a pandas block.
     """
     traits = attribute_of("traitlets", "HasTraits")
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
@@ -61,7 +61,7 @@ def _read(value: Any, setter: Callable[[Any, Any], None], without: str) -> Readi
 
 
 def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
-    """Set a DataLoader, whose workers that persist are its process' own."""
+    """Set a DataLoader; its persistent workers belong to its process."""
     iterator, own = vars(loader).get("_iterator"), keep_own(loader, state[0])
     vars(loader).clear()
     vars(loader).update(*state, **own | {"_iterator": iterator})
@@ -87,7 +87,7 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
     optimizer.__dict__.update(*state, **own)
     if step is not None:
         optimizer.step = step
-    # ``_patch_step_function`` sets it, which some wrappers never called
+    # ``_patch_step_function`` sets it; some wrappers never call that
     if "_zero_grad_profile_name" in optimizer.__dict__:
         optimizer._patch_step_function()
     _rebuilt.add(optimizer)
@@ -97,12 +97,12 @@ def _set_scheduler(scheduler: Any, state: tuple[dict[str, Any]]) -> None:
     own = keep_own(scheduler, state[0])
     scheduler.__dict__.clear()
     scheduler.__dict__.update(*state, **own)
-    if "_step_count" in state[0]:  # ``ReduceLROnPlateau`` lets it be
+    if "_step_count" in state[0]:  # ``ReduceLROnPlateau`` does not wrap ``step``
         _mark_step(state[0]["optimizer"])
 
 
 def _mark_step(optimizer: Any) -> None:
-    """Mark ``step`` as wrapped by a scheduler, as its constructor does; else torch warns."""
+    """Mark ``step`` as wrapped, as a scheduler's constructor does; otherwise torch warns."""
     step = optimizer.step
     if hasattr(step, "_wrapped_by_lr_sched"):
         return
@@ -121,9 +121,9 @@ def _mark_step(optimizer: Any) -> None:
 def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
     internals = loaded("pandas._libs.internals")
     references = getattr(internals, "BlockValuesRefs", None)
-    if references is None:  # pandas is not there, or copies nothing by itself
+    if references is None:  # pandas is not imported, or does not copy on write
         return None
-    if cls is references:  # whoever shares a block registers with them where it arrives
+    if cls is references:  # blocks register with it where they arrive
         return (lambda _: Reading(cls, ())) if answers else _read_references
     if cls is sys.modules["pandas.core.internals.managers"].SingleBlockManager:
         return lambda manager: Reading(cls, (manager.blocks[0], manager.axes[0]))
@@ -134,7 +134,7 @@ def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
 
 def _read_index(index: Any) -> Reading:
     constructor, arguments = index.__reduce__()[:2]
-    references = vars(index).get("_references")  # a range's are made when they are asked for
+    references = vars(index).get("_references")  # a RangeIndex makes its own when asked
     shared = references if references is not None and references.has_reference() else None
     return Reading(constructor, arguments, _set_index, (shared,))
 
@@ -163,7 +163,7 @@ def _read_references(references: Any) -> Reading:
 
 def _set_shared(references: Any, state: tuple[bool]) -> None:
     if state[0]:
-        # it stands for frames of the notebook
+        # stands for frames of the notebook
         references.referenced_blocks.append(weakref.ref(_set_shared))
 
 
@@ -177,7 +177,7 @@ def _read_traits(value: Any) -> Reading | None:
 
 
 def _added_observers(value: Any) -> dict[Any, Any]:
-    """Return who hears of changes of traits, but for the methods that the object's class says."""
+    """Return the observers of traits, except the methods that the object's class registers."""
     handler = sys.modules["traitlets"].EventHandler
     found = {
         name: {
@@ -210,15 +210,15 @@ def wait_for_devices() -> None:
         return
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     for number in range(torch.cuda.device_count()):
-        if has_context is None or has_context(number):  # asking the others would give them one
+        if has_context is None or has_context(number):  # synchronize() would make a context
             torch.cuda.synchronize(number)
 
 
 def join_devices_at_first_step() -> None:
-    """In a rank: join the state of an optimizer that travelled when the cell first steps it.
+    """In a rank: move the state of a travelled optimizer when the cell first steps it.
 
-    Parameters trained on a GPU came back to host memory, with their state. The cell moves them
-    again, but nobody moves the state.
+    Parameters that were trained on a GPU came back to host memory, with their state. The cell moves
+    the parameters to the GPU again, but nothing moves the state.
     """
     if not _rebuilt:
         return
@@ -233,11 +233,11 @@ def join_devices_at_first_step() -> None:
 
 
 def join_devices(objects: list[Any]) -> None:
-    """Bring new state of optimizers and new buffers of modules to the device of their parameters.
+    """Move new state of optimizers and new buffers of modules to the device of their parameters.
 
-    Parameters that a cell moved to a GPU come back to the device they had; what the cell made
-    beside them there has to follow, or the next step in the notebook fails. Tensors among the
-    ``objects`` stay where they are.
+    Parameters that a cell moved to a GPU return to the device that they had. Tensors that the cell
+    made beside them on the GPU have to follow, or the next step in the notebook fails. Tensors
+    among the ``objects`` stay where they are.
     """
     if loaded("torch.optim") is None:
         return
@@ -247,7 +247,7 @@ def join_devices(objects: list[Any]) -> None:
 
     def follow(holder: dict[str, Any], device: Any) -> None:
         for key, value in holder.items():
-            if key == "step":  # of an optimizer: in host memory on purpose
+            if key == "step":  # an optimizer keeps it in host memory on purpose
                 continue
             if (
                 isinstance(value, torch.Tensor)

@@ -1,20 +1,20 @@
-"""The memory of tensors and arrays, by address: written once, and mapped by whoever receives it.
+"""The memory of tensors and arrays, by address: written once, and mapped by each receiver.
 
-Overlapping memory, as that of an array and of the tensor made from it, forms one **region** of the
-file, so whatever shared memory goes on sharing. A region is as long as its memory, but only the
-used parts are written: the rest is a hole and costs nothing. So a small view of a giant storage is
-cheap and keeps its offset and strides.
+Memory that overlaps, such as an array's and that of the tensor made from it, forms one **region**
+of the file, so that objects which shared memory still share it. A region is as long as its memory,
+but only the used parts are written: the rest is a hole and costs nothing. So a small view of a
+giant storage is cheap and keeps its offset and strides.
 
-A state names memory by the address that its sender has it at; the file's header says which region
-that is. Where a region lies in a process says its :class:`Stretch`: the notebook's own memory, the
-mapped payload of a rank, or what an answer brought. In an answer the regions of the payload go on
-under their numbers, and new ones follow.
+A state names memory by its address in the sender; the file's header says which region that is. A
+:class:`Stretch` says where a process has a region: in the notebook's own memory, in the mapped
+payload of a rank, or in memory that an answer brought. In an answer the payload's regions keep
+their numbers, and new regions follow.
 
-Memory is read, and changed parts are written, by address, and no lock keeps the notebook's own
-threads away meanwhile: what one writes while a payload is written travels as it happens to be then,
-some of it before and some after, and what it writes while an answer is applied may be overwritten.
-The owners are held, so that memory is not freed; but a storage that a thread resizes between the
-look at where it is (``Stretch.is_there``) and the write is written to where it was.
+Memory is read, and changed parts are written, by address. No lock stops the notebook's own threads
+meanwhile. What a thread writes while a payload is written may travel in part, and what it writes
+while an answer is applied may be overwritten. The owners are held, so that memory is not freed; but
+if a thread resizes a storage between the check of its place (``Stretch.is_there``) and the write,
+the write goes to the old place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from taas.page_watch import Watch
 from taas.wording import first_line
 
 NAME = "taas-names"
-"""What the system calls files of names: all are sealed before anybody else sees them."""
+"""The system's name for files of names; each is sealed before another process sees it."""
 _PAGE = mmap.PAGESIZE
 _SMALL_ALIGNMENT = 64
 
@@ -42,9 +42,9 @@ Span = tuple[int, int]
 
 
 class Region(NamedTuple):
-    """Consecutive memory in a file; only its ``spans`` (start, end) were written.
+    """Consecutive memory in a file; only its ``spans`` (start, end) are written.
 
-    The ``device`` is the one on which the sender had it.
+    ``device`` is the sender's device for it.
     """
 
     offset: int
@@ -54,7 +54,7 @@ class Region(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Bytes of a payload's region that the rank changed, and where in the answer they are."""
+    """Bytes of a payload's region that the rank changed, and their place in the answer."""
 
     region: int
     start: int
@@ -72,7 +72,7 @@ class RegionPlace(NamedTuple):
 
 
 def find_place(places: list[RegionPlace], address: int, nbytes: int) -> tuple[int, int] | None:
-    """Return the region, and the offset in it, of some memory; None if no sorted place has it."""
+    """Return the region of some memory, and the offset in it; None if no sorted place has it."""
     at = bisect.bisect(places, (address, sys.maxsize)) - 1
     if at < 0:
         return None
@@ -82,7 +82,7 @@ def find_place(places: list[RegionPlace], address: int, nbytes: int) -> tuple[in
 
 
 def overlapping(places: list[RegionPlace], address: int, nbytes: int) -> Iterator[int]:
-    """Yield the regions that have some of a memory, of sorted places."""
+    """Yield the regions that overlap some memory; ``places`` are sorted."""
     at = max(bisect.bisect(places, (address, sys.maxsize)) - 1, 0)
     while at < len(places) and places[at].address < address + nbytes:
         if places[at].address + places[at].nbytes > address:
@@ -94,26 +94,26 @@ def overlapping(places: list[RegionPlace], address: int, nbytes: int) -> Iterato
 class MemoryRange:
     """Memory that tensors and arrays look into: a storage's, or that of the root of array views."""
 
-    address: int  # on its device; negative, and its storage's alone, where there is none of it
+    address: int  # on its device; if the memory is empty, a negative number that no other one has
     nbytes: int
-    # keeps it alive: the storage, the root of the array views, or the stretch that it is a part of
+    # keeps it alive: the storage, the root of the array views, or the stretch around it
     owner: Any
-    locate: Callable[[], int] | None = None  # tells where the owner's memory is now
+    locate: Callable[[], int] | None = None  # returns the present address of the owner's memory
     device: str = "cpu"
     storage: Any = None  # over all of it
     buffer: memoryview | None = None
     spans: list[Span] = field(default_factory=list)  # the used parts
-    # those on it: their version counters learn of a change
+    # the tensors on it: a change raises their version counters
     tensors: list[Any] = field(default_factory=list)
 
     def as_buffer(self) -> memoryview:
-        """Return what arrays are made on, the same one each time: it is their base."""
+        """Return the buffer on which arrays are made; always the same, because it is their base."""
         if self.buffer is None:
             self.buffer = view_of(self.address, self.nbytes, self.owner)
         return self.buffer
 
     def as_storage(self) -> Any:
-        """Return what tensors are made on, the same one each time."""
+        """Return the storage on which tensors are made; always the same."""
         if self.storage is None and isinstance(self.owner, Stretch):
             self.storage = self.owner.storage(self.address - self.owner.address, self.nbytes)
         elif self.storage is None:
@@ -122,7 +122,7 @@ class MemoryRange:
 
 
 def view_of(address: int, nbytes: int, owner: Any = None) -> memoryview:
-    """Return a writable view of memory, which keeps its owner alive."""
+    """Return a writable view of memory; it keeps the memory's owner alive."""
     raw: Any = (ctypes.c_ubyte * nbytes).from_address(address) if nbytes else (ctypes.c_ubyte * 0)()
     raw.owner = owner
     return memoryview(raw).cast("B")
@@ -163,10 +163,10 @@ def _read_at(fd: int, target: memoryview, offset: int) -> None:
 
 
 class SentMemory:
-    """The memory that a sender names and the receiver lacks; what both have is ``known``.
+    """The memory that a sender names and the receiver lacks; ``known`` is what both have.
 
-    ``first`` is the number of its first region; once it is laid out, ``regions`` are its places in
-    a file, and ``stretches`` where this process has them.
+    ``first`` is the number of its first region. After :meth:`lay_out`, ``regions`` says where they
+    are in the file, and ``stretches`` where this process has them.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class SentMemory:
         self.stretches: dict[int, Stretch] = {}
 
     def lay_out(self, start: int) -> int:
-        """Give all memory its place in a file after ``start`` bytes; return the file's size."""
+        """Give all memory its place in a file, after ``start`` bytes; return the file's size."""
         groups: list[list[MemoryRange]] = []
         end = -1
         for memory in sorted(self._memories, key=lambda memory: (memory.address, -memory.nbytes)):
@@ -208,7 +208,7 @@ class SentMemory:
         return sorted([*self._known, *new])
 
     def write(self, fd: int) -> None:
-        """Write the used parts of all memory; a device's goes through host memory."""
+        """Write the used parts of all memory; a device's memory goes through host memory."""
         for region, stretch in zip(self.regions, self.stretches.values(), strict=True):
             address, host = stretch.in_host_memory()
             for start, end in region.spans:
@@ -216,7 +216,7 @@ class SentMemory:
 
 
 def merged(spans: list[Span]) -> tuple[Span, ...]:
-    """Return spans in order, those joined that touch each other."""
+    """Return spans in order, with those joined that touch."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -236,13 +236,13 @@ class Stretch:
     address: int
     nbytes: int
     owner: Any
-    device: str = "cpu"  # where storages on it are
+    device: str = "cpu"  # of the storages on it
     storages: dict[Span, Any] = field(default_factory=dict)  # over parts of it, by (start, length)
-    met: list[MemoryRange] = field(default_factory=list)  # what the notebook has there
+    met: list[MemoryRange] = field(default_factory=list)  # the notebook's memory there
     spans: tuple[Span, ...] = ()  # the used parts
 
     def is_there(self) -> bool:
-        """Tell whether it is where it was; a storage can be resized, and an array."""
+        """Tell whether it is still in its place; a storage and an array can be resized."""
         return all(
             memory.locate is None or memory.locate() == memory.address for memory in self.met
         ) and all(
@@ -252,11 +252,11 @@ class Stretch:
         )
 
     def is_in_host_memory(self) -> bool:
-        """Tell whether nothing of it is on a device."""
+        """Tell whether all of it is in host memory."""
         return self.device == "cpu" and all(s.device.type == "cpu" for s in self.storages.values())
 
     def storage(self, start: int, nbytes: int) -> Any:
-        """Return a torch storage over a part of it, the same one for the same part."""
+        """Return a torch storage over a part of it; the same storage for the same part."""
         known = self.storages.get((start, nbytes))
         if known is None:
             known = _storage_on(view_of(self.address + start, nbytes, self.owner))
@@ -266,9 +266,9 @@ class Stretch:
         return known
 
     def in_host_memory(self) -> tuple[int, Any]:
-        """Return the address of its bytes in host memory, and what keeps them there.
+        """Return the address of its bytes in host memory, and the object that keeps them alive.
 
-        What is on a device is copied.
+        Memory of a device is copied.
         """
         copies = [
             storage.cpu() for storage in self.storages.values() if storage.device.type != "cpu"
@@ -276,20 +276,20 @@ class Stretch:
         return (copies[-1].data_ptr() if copies else self.address), copies
 
     def places(self, region: int) -> Iterator[RegionPlace]:
-        """Yield where it is; storages on a device have places of their own."""
+        """Yield its places; each storage on a device has a place of its own."""
         yield RegionPlace(self.address, self.nbytes, region, 0)
         for (start, nbytes), storage in self.storages.items():
             if storage.device.type != "cpu" and nbytes:
                 yield RegionPlace(storage.data_ptr(), nbytes, region, start)
 
     def patch(self, patch: Patch, fd: int) -> str | None:
-        """Write changed bytes into it; return why not, or None."""
+        """Write changed bytes into it; return the reason if that fails, else None."""
         if not self.is_there():
             return "memory of the notebook was replaced while the run went on"
         if self.device != "cpu":
             try:
                 self._write_to_device(patch, fd)
-            except RuntimeError as error:  # its CUDA context is broken, or it has no room
+            except RuntimeError as error:  # its CUDA context is broken, or the device is full
                 return (
                     f"new values of tensors that the notebook has on {self.device}"
                     f" ({first_line(error)})"
@@ -297,7 +297,7 @@ class Stretch:
         else:
             _read_at(fd, view_of(self.address + patch.start, patch.nbytes), patch.offset)
         for memory in self.met:
-            for tensor in memory.tensors:  # as an operation would have
+            for tensor in memory.tensors:  # an in-place operation would do the same
                 sys.modules["torch"].autograd.graph.increment_version(tensor)
         return None
 
@@ -314,9 +314,9 @@ class Stretch:
 
 
 class MemoryTable:
-    """The memory that states name, by region; ``places`` say where their sender had it.
+    """The memory that states name, by region; ``places`` say where the sender had it.
 
-    ``lacking``: why regions are not here.
+    ``lacking``: by region, why it is not here.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class MemoryTable:
 
     def open(self, address: int, nbytes: int) -> MemoryRange:
         """Return the memory that the sender had at an address."""
-        if not nbytes:  # of a tensor: arrays without memory say so
+        if not nbytes:  # an empty tensor's; an array's state says itself that it has no memory
             return memory_of_storage(sys.modules["torch"].UntypedStorage(0))
         found = find_place(self._places, address, nbytes)
         if found is None:
@@ -343,12 +343,12 @@ class MemoryTable:
         return MemoryRange(stretch.address + start, nbytes, stretch)
 
     def regions_of(self, memories: Iterable[Span]) -> set[int]:
-        """Return the regions that have any of some memory: addresses and lengths."""
+        """Return the regions that overlap some memory, given as (address, length)."""
         places = self.places()
         return {n for memory in memories for n in overlapping(places, *memory)}
 
     def places(self) -> list[RegionPlace]:
-        """Return where all of it is in this process."""
+        """Return where this process has all of it."""
         there = [(n, stretch) for n, stretch in self.stretches.items() if stretch.is_there()]
         return sorted(place for n, stretch in there for place in stretch.places(n))
 
@@ -356,14 +356,14 @@ class MemoryTable:
 def new_memory(region: Region, fd: int) -> Stretch:
     """Return a region as ordinary memory of this process.
 
-    A mapping would stay as long as anything in it, and twice where somebody writes to it.
+    A mapping would stay as long as anything in it is used, and a write would double its pages.
     """
     torch = loaded("torch")
     storages = {}
     if torch is not None and hasattr(torch, "UntypedStorage"):
         owner = torch.empty(region.nbytes, dtype=torch.uint8, device="cpu")
         address = owner.data_ptr()
-        storages = {(0, region.nbytes): owner.untyped_storage()}  # it can be resized
+        storages = {(0, region.nbytes): owner.untyped_storage()}  # a torch storage can be resized
     else:
         owner = (ctypes.c_ubyte * region.nbytes)()
         address = ctypes.addressof(owner)
@@ -374,25 +374,25 @@ def new_memory(region: Region, fd: int) -> Stretch:
 
 # ---------------------------------------------------------------- whether it is what it was
 #
-# The system tells of most memory which pages were written to (taas.page_watch); such a page counts
-# as changed, whatever is in it now. Of the rest there are checksums of its parts: Python's hash of
-# bytes in host memory; memory of a device is added up there.
+# For most memory, the system tells which pages were written to (taas.page_watch); such a page
+# counts as changed, whatever it holds now. The rest is checksummed by parts: in host memory by
+# Python's hash of bytes; on a device by sums that the device computes.
 #
-# There a part's words of 64 bits are multiplied by random numbers and added, modulo 2⁶⁴; so are
-# their upper halves, since of a word that differs in its highest bits only (all numbers negated)
-# the first sum knows little. Whatever differs, both sums stay the same with a probability below
-# 2⁻³². torch's own counter of changes is no proof: ``x.data.add_(1)`` leaves it as it is.
+# These sums are: a part's words of 64 bits times random numbers, modulo 2⁶⁴; and the same for the
+# words' upper halves, because the first sum barely depends on a word's highest bits (all numbers
+# negated). Whatever differs, the probability that both sums stay equal is below 2⁻³². torch's own
+# version counter is no proof: ``x.data.add_(1)`` does not raise it.
 
 _PART = 1 << 18
-"""Bytes: it stays in a processor's cache while it is looked at twice."""
+"""Bytes: a part stays in the processor's cache while it is read twice."""
 _ON_DEVICE = 16 << 20
-"""Bytes that a device adds up at once; it needs room for three times as many."""
+"""Bytes that a device sums at once; it needs three times as much memory."""
 _WATCHED_FROM = 1 << 20
-"""Bytes that are watched rather than read."""
+"""From that many bytes on, memory is watched rather than read."""
 
 
 class MemorySnapshot:
-    """What memory holds now, by region; that of an earlier one, ``before``, is not asked again."""
+    """What memory holds now, by region; an earlier snapshot ``before`` cannot be asked any more."""
 
     def __init__(self, stretches: dict[int, Stretch], before: MemorySnapshot | None = None) -> None:
         self._stretches = {n: stretch for n, stretch in stretches.items() if stretch.is_there()}
@@ -408,7 +408,7 @@ class MemorySnapshot:
         ]
         self._watch: Watch = Watch(large, NAME, before._watch if before is not None else None)
         self._watched: dict[int, list[Span]] = {n: [] for n in self._stretches}  # by address
-        # the edges of watched pages, too
+        # what is not watched, and the pages at the edges of what is
         self._rest: dict[int, list[Span]] = {n: [] for n in self._stretches}
         for n, address, (start, end) in spans:
             inner = self._watch.inner.get((address + start, address + end))
@@ -435,7 +435,7 @@ class MemorySnapshot:
 
 
 def _without(span: Span, taken: list[Span]) -> list[Span]:
-    """Return a span without others, which are in order, in parts of a size worth sending."""
+    """Return what ``taken`` (in order) leaves of a span, in parts that are worth sending."""
     found: list[Span] = []
     start, end = span
     for at in range(max(bisect.bisect(taken, (start, start)) - 1, 0), len(taken) + 1):
@@ -470,7 +470,7 @@ def _checksums_of(
 def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Any]]:
     """Yield the checksums of a device's memory, by parts.
 
-    The device adds up some memory at a time; only the sums are copied.
+    The device sums a limited amount of memory at a time; only the sums are copied to the host.
     """
     import torch
 
@@ -481,7 +481,7 @@ def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Any]]:
                 some = memory[at - start : min(at + _ON_DEVICE, end) - start]
                 try:
                     sums = _sums_of_parts(some)
-                except torch.OutOfMemoryError:  # by other weights it counts as changed
+                except torch.OutOfMemoryError:  # with other weights, the part counts as changed
                     sums = _sums_of_parts(some.cpu())
                 yield from zip(_parts(at, at + some.nbytes), map(tuple, sums.tolist()), strict=True)
 
@@ -499,7 +499,7 @@ def _sums_of_parts(memory: Any) -> Any:
 
 @functools.cache
 def _weights_on(device: Any) -> Any:
-    """Return the random numbers on a device: its own, so that no library is needed for them."""
+    """Return random numbers on a device; the host draws them, so that no CUDA library is needed."""
     import torch
 
     drawn = torch.frombuffer(bytearray(os.urandom(2 * _PART)), dtype=torch.int64)
