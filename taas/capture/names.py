@@ -1,15 +1,17 @@
-"""Which names of the notebook a cell needs.
+"""Find the names of the notebook that a cell needs.
 
-One pass over the cell's syntax tree, in the order in which it runs. A name that is surely bound
-before it is read is not needed: else the second run of a cell would ship the first run's model.
-What is read in a straight line at the top of the cell is *surely* needed. A block (a branch, a
-loop, ``try``) perhaps runs: what it reads is *maybe* needed, what it binds is bound in it alone.
-The body of a function counts where its name is read, as it can run from there on; the same holds
-for functions and classes of earlier cells, which are found as the values of names are described:
-what they use is needed unless it is surely bound when the name is read. Scopes of functions and
-comprehensions are the compiler's.
+One pass reads the cell's syntax tree in the order in which it runs. A name that is surely bound
+before it is read is not needed; otherwise the second run of a cell would ship the first run's
+model. A name that is read in a straight line at the top of the cell is *surely* needed. A block (a
+branch, a loop, ``try``) perhaps runs: what it reads is *maybe* needed, and what it binds is bound
+only inside it.
 
-Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__"``.
+The body of a function counts where its name is read, because it can run from there on. The same
+holds for functions and classes of earlier cells, which are found when the names' values are
+described: what they use is needed unless it is surely bound when the name is read. The compiler
+says which names are local to functions and comprehensions.
+
+This assumes that nothing raises except ``raise``, and that ``__name__`` is ``"__main__"``.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from taas.capture.reading import keeps_pickling_of_object, keeps_state_of_object
 from taas.import_hooks import attributes_of
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
-"""What a cell may bind names with that its code does not say."""
+"""With these a cell may bind names that its code does not mention."""
 _RUN_HERE = {"time", "capture", "prun", "memit", "mprun", "lprun", "debug"}
-"""Magics whose Python binds names of the cell."""
+"""Magics that run Python which binds names of the cell."""
 _OPTIONS = re.compile(r"(?:\s*-\w+(?:\s+\d+)?)+\s")
 _SWALLOWS = re.compile(r"suppress|raises|ignore", re.IGNORECASE)
 _Names = frozenset[str]
@@ -44,26 +46,26 @@ _NONE: _Names = frozenset()
 
 @dataclass
 class Needs:
-    """Names of the namespace that a cell needs."""
+    """The names of the namespace that a cell needs."""
 
-    # read before they are bound, in a straight line at the top of the cell
+    # names read before they are bound, in a straight line at the top of the cell
     sure: set[str] = field(default_factory=set)
-    maybe: set[str] = field(default_factory=set)  # possibly read before they are bound
-    # by name, what is surely bound when it is read
+    maybe: set[str] = field(default_factory=set)  # names possibly read before they are bound
+    # by name, the names that are surely bound when it is read
     bound: dict[str, frozenset[str]] = field(default_factory=dict)
-    # meant perhaps: the cell makes texts and looks them up
+    # names perhaps meant: the cell makes texts and looks them up
     others: set[str] = field(default_factory=set)
-    built: str = ""  # where it does so
+    built: str = ""  # the code that does so
     # all names, attributes and magics in the cell
     words: set[str] = field(default_factory=set)
-    # may be bound; None if any may be, as the code does not say (a star, ``exec``)
+    # names that it may bind; None if it may bind any, as the code does not say (a star, ``exec``)
     binds: set[str] | None = None
 
 
 def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
     """Find the names of ``namespace`` that a cell needs; ``cell`` is the text as typed.
 
-    The names that their values use are found where these are described.
+    Names that the values use are found later, when the values are described.
     """
     reader = _Reader(namespace)
     reader.read(python_of(cell))
@@ -76,9 +78,9 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
 
 
 def names_bound_by(cell: str) -> set[str] | None:
-    """Return the names that a cell may bind; None if any may be. One that is no Python binds none.
+    """Return the names that a cell may bind; None if it may bind any; empty if it is not Python.
 
-    ``cell`` is the text as typed, or the Python of it.
+    ``cell`` is the text as typed, or its Python.
     """
     try:
         return needs_of(cell, {}).binds
@@ -94,9 +96,9 @@ class _Reader(ast.NodeVisitor):
         self.touched: set[str] = set()
         self.shells = 0
         self._namespace = namespace
-        self._unsure = 0  # blocks around, and places above that may have raised
-        self._bound = _NONE  # surely, by now
-        # what functions and classes of the cell read when they run
+        self._unsure = 0  # number of blocks around, and of lines above that may have raised
+        self._bound = _NONE  # names surely bound so far
+        # by name, what functions and classes of the cell read when they run
         self._later: dict[str, _Names] = {}
         self._texts = _Texts()
 
@@ -125,14 +127,14 @@ class _Reader(ast.NodeVisitor):
             self.visit(statement)
 
     def _use(self, names: Iterable[str], *, here: bool = False) -> None:
-        """Note names that are read, and what their functions read.
+        """Note names that are read, and the names that their functions read.
 
-        They are read ``here``, or when what is made here runs.
+        ``here``: they are read now; otherwise when the function that is made here runs.
         """
         self.needs.words.update(names)
         waiting = [*names]
         own = len(waiting)
-        for number, name in enumerate(waiting):  # grows
+        for number, name in enumerate(waiting):  # the loop appends to it
             self._need(
                 name, sure=here and number < own and not self._unsure and name not in self.touched
             )
@@ -167,7 +169,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(node)
 
     def _perhaps(self, *blocks: Sequence[ast.AST]) -> None:
-        """Read blocks that each perhaps run; a name is bound afterwards if all of them bind it."""
+        """Read blocks each of which perhaps runs; a name is bound afterwards if all bind it."""
         before = after = self._bound
         self._unsure += 1
         for block in blocks:
@@ -186,7 +188,7 @@ class _Reader(ast.NodeVisitor):
         self.touched.update(self._namespace)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        """Read an expression in a line of its own: maybe a magic, which IPython has made a call."""
+        """Read an expression on a line of its own: perhaps a magic, which IPython made a call."""
         magic = magic_of(node.value)
         if magic is None:
             self.generic_visit(node)
@@ -203,7 +205,7 @@ class _Reader(ast.NodeVisitor):
         self._use([node.id], here=True)
         if isinstance(node.ctx, ast.Del):
             self._bound -= {node.id}
-            self._use([node.id])  # it travels, so that its absence can come back
+            self._use([node.id])  # it travels, so that its deletion can come back
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """Read ``target = value``: the value first."""
@@ -242,12 +244,12 @@ class _Reader(ast.NodeVisitor):
         self._bind((node.asname or node.name).partition(".")[0])
 
     def visit_arg(self, node: ast.arg) -> None:
-        """Read an argument of a function: its annotation is a text, its name is the function's."""
+        """Read nothing: a parameter's annotation is read as a text, and its name is local."""
 
     # ---- blocks that perhaps run
 
     def visit_If(self, node: ast.If | ast.While) -> None:
-        """Read a test, and what perhaps runs after it."""
+        """Read a test, and the blocks that perhaps run after it."""
         self.visit(node.test)
         self._perhaps(node.body, node.orelse)
 
@@ -259,28 +261,28 @@ class _Reader(ast.NodeVisitor):
         self._perhaps([node.body], [node.orelse])
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        """Read operands of ``and`` and ``or``, at which it may end."""
+        """Read the operands of ``and`` and ``or``; after each, the expression may end."""
         self._perhaps(node.values)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Read a test, and the message that it perhaps has."""
+        """Read a test, and the message, which perhaps is not evaluated."""
         self.visit(node.test)
         self._perhaps([] if node.msg is None else [node.msg])
 
     def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        """Read a loop: over nothing, not even the target is bound."""
+        """Read a loop; an empty one does not even bind its target."""
         self.visit(node.iter)
         self._perhaps([node.target, *node.body], node.orelse)
 
     visit_AsyncFor = visit_For
 
     def visit_Match(self, node: ast.Match) -> None:
-        """Read a subject, and cases of which one perhaps runs."""
+        """Read a subject, and its cases, of which one perhaps runs."""
         self.visit(node.subject)
         self._perhaps(*([case] for case in node.cases))
 
     def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
-        """Read a ``try``, any line of which may be the last that runs."""
+        """Read a ``try``; any line of its body may be the last that runs."""
         handlers = [[handler] for handler in node.handlers]
         self._perhaps([*node.body, *node.orelse], *handlers, node.finalbody)
 
@@ -297,7 +299,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(ast.Name(node.name, ast.Del()))
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        """Read a ``with``; if it swallows exceptions, any of its lines may be the last to run."""
+        """Read a ``with``; if it swallows exceptions, any line of it may be the last that runs."""
         if _SWALLOWS.search(" ".join(map(ast.unparse, node.items))):
             self._visit_all(node.items)
             self._perhaps(node.body)
@@ -307,12 +309,12 @@ class _Reader(ast.NodeVisitor):
     visit_AsyncWith = visit_With
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Read a ``raise``: what stands below it perhaps runs."""
+        """Read a ``raise``; the lines below it perhaps run."""
         self.generic_visit(node)
         self._unsure += 1
 
     def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
-        """Read a pattern that binds what is left of a mapping."""
+        """Read a pattern that binds the rest of a mapping."""
         self.generic_visit(node)
         if node.rest is not None:
             self._bind(node.rest)
@@ -340,7 +342,7 @@ class _Reader(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Read a class with its body, which runs here and binds no name of the cell.
 
-        A name that the body binds and then reads counts as *maybe* needed: methods that run in
+        A name that the body binds and then reads counts as *maybe* needed: a method that runs in
         between would read the notebook's.
         """
         self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
@@ -362,7 +364,7 @@ class _Reader(ast.NodeVisitor):
     def visit_ListComp(
         self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
     ) -> None:
-        """Read a comprehension: only its first iterable is read in the scope around it."""
+        """Read a comprehension; only its first iterable is evaluated in the surrounding scope."""
         self.visit(node.generators[0].iter)
         self._expression_with_scope(node)
 
@@ -375,11 +377,11 @@ class _Reader(ast.NodeVisitor):
         self._use(self._inside(node))
 
     def _inside(self, node: ast.expr) -> _Names:
-        """Return what an expression uses; names of its own are none for the compiler."""
+        """Return the names that an expression uses, without the ones that it makes itself."""
         return global_names(_compile(ast.Expression(node))) | self._texts.inside(node)
 
     def _magic(self, node: ast.Expr, method: str, texts: list[str]) -> None:
-        """Read a magic: as Python if it binds names of the cell, else any word may be a name."""
+        """Read a magic: as Python if it binds names of the cell, else each word may be a name."""
         name, (*words, python) = texts[0], texts
         options = _OPTIONS.match(python) if method == "run_line_magic" else None
         said = options[0] if options else ""
@@ -389,7 +391,7 @@ class _Reader(ast.NodeVisitor):
                 self.shells -= 1
                 python = said
         except SyntaxError:
-            pass  # it is no Python, then
+            pass  # then it is not Python
         self._use(_words_of(*words, python))
         if name == "run":  # the program's names become the notebook's
             self.needs.words.add("%run")
@@ -398,7 +400,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _compile(code: ast.Module | ast.Expression) -> types.CodeType:
-    """Compile code: who runs it shows the warnings."""
+    """Compile code without its warnings; the process that runs it shows them."""
     mode = "exec" if isinstance(code, ast.Module) else "eval"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -424,7 +426,7 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
 
 
 def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[str]:
-    """Return the names that the notebook's functions and classes use, and go by in pickles."""
+    """Return the names that the notebook's functions and classes use, and their pickle names."""
     values, found = [*values], set[str]()
     kinds = {*filter(_uses_names, {*map(type, values)})}
     for value in values if kinds else ():
@@ -444,9 +446,9 @@ def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
 
 
 def _uses_names(cls: type) -> bool:
-    """Tell whether objects of a class use names: code, or a protocol that pickles others.
+    """Tell whether objects of a class use names: code, or a protocol that pickles other objects.
 
-    The latter may call ``torch.save`` in its ``__getstate__``.
+    Such a protocol may call ``torch.save`` in its ``__getstate__``.
     """
     own = cls.__module__ == "__main__" and not (
         keeps_pickling_of_object(cls) and keeps_state_of_object(cls)
@@ -455,9 +457,9 @@ def _uses_names(cls: type) -> bool:
 
 
 def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
-    """Return the words of annotations that are texts; ``get_type_hints`` looks them up."""
+    """Return the words in annotations that are texts; ``get_type_hints`` looks them up."""
     is_class = isinstance(code, type)
-    # a function makes them where somebody asks; asking a class leaves a mark in it
+    # a function computes them when asked, and that leaves a mark in the class
     if sys.version_info >= (3, 14):
         by_class = vars(code).get("__annotate_func__")
         annotate = by_class if is_class else getattr(code, "__annotate__", None)
@@ -473,9 +475,9 @@ def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
 
 # ---------------------------------------------------------------- names in texts
 #
-# Much of what code uses stands in texts: in magics, ``eval``, ``query``, ``globals()["x"]``,
-# ``__main__.x``, annotations. Each word of a text may be a name, and where code makes the text, it
-# may be any.
+# Code names much by text: in magics, ``eval``, ``query``, ``globals()["x"]``, ``__main__.x``,
+# annotations. Each word of such a text may be a name. If code computes the text, it may be any
+# name.
 
 _ALL_NAMES = {"globals", "locals", "vars", "dir"}
 _RUN_TEXT = {"eval", "exec", "ex", "ev", "run_cell"}
@@ -485,29 +487,32 @@ _LOOKS_UP = {
     *_ALL_NAMES, *_HOLD_TEXT, "__main__", "modules", "user_ns", "get_ipython", "__import__",
     "import_module",
 }  # fmt: skip
-"""Functions without any of these names and attributes look nothing up."""
+"""A function with none of these names and attributes looks no name up by text."""
 _LIST_NAMES = {"who", "whos", "who_ls"}
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 ANY = "*"
-"""Begins a name that stands for all of the notebook's; the code that may mean any of them follows.
+"""Prefix of a pseudo-name that stands for all names of the notebook; the code that may mean any of
+them follows it.
 """
 _SHOWN = 60
 
 
 class _Texts:
-    """Finds the names in texts: their words, or ``*`` where code makes the text."""
+    """Finds the names in texts: their words, or ``*`` if code computes the text."""
 
     def __init__(self) -> None:
-        self._told: set[ast.AST] = set()  # stand for all names, and the code around them says which
+        # nodes that stand for all names; the code around them says which one it means
+        self._told: set[ast.AST] = set()
 
     def inside(self, node: ast.AST) -> frozenset[str]:
         """Return the names in the texts of all code in a function, a class or an expression."""
         return frozenset[str]().union(*(self.of(part, inside=True) for part in ast.walk(node)))
 
     def of(self, node: ast.AST, *, inside: bool = False) -> set[str]:
-        """Return the names that a node says by texts.
+        """Return the names that a node gives by text.
 
-        That is in annotations, in what runs texts, and among all names (``globals()["x"]``).
+        Such texts are annotations, arguments of functions that run texts, and keys of all names
+        (``globals()["x"]``).
         """
         annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
         if annotation is not None:
@@ -529,7 +534,7 @@ class _Texts:
 
 
 def _names_in_call(node: ast.Call, name: str) -> set[str]:
-    """Return the names in what is given to a function that runs, or looks through, texts."""
+    """Return the names in the arguments of a function that runs, or looks through, texts."""
     first = _text_of(node.args[0]) if node.args else ""
     runs = name in _RUN_TEXT and (
         isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func)
@@ -544,7 +549,7 @@ def _text_of(node: ast.AST) -> str | None:
 
 
 def _looked_up(node: ast.AST) -> tuple[ast.AST | None, str | None]:
-    """Return what a node looks one thing up in, and by which text: None for one that it makes."""
+    """Return where a node looks a name up, and by which text; None for a text that it computes."""
     match node:
         case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if (
             name != "__dict__"
@@ -569,7 +574,7 @@ def _stands_for_all(node: ast.AST, *, inside: bool) -> bool:
 
 
 def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
-    """Return method and texts of what IPython makes of ``%magic`` and ``!command``."""
+    """Return method and texts of the call that IPython makes of ``%magic`` and ``!command``."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)
@@ -581,7 +586,7 @@ def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
 
 
 def _words_of(*texts: str) -> set[str]:
-    """Return everything in texts that may be a name."""
+    """Return each part of the texts that may be a name."""
     return {*re.findall(r"[^\W\d]\w*", " ".join(texts))}
 
 
@@ -591,12 +596,12 @@ def _words_in(node: ast.AST) -> set[str]:
 
 
 def _any_name(node: ast.AST) -> str:
-    """Return the name for "any name", with the code that may mean them, cut to a line."""
+    """Return the pseudo-name for "any name", followed by the code that means it, cut to a line."""
     return ANY + ast.unparse(node).partition("\n")[0][:_SHOWN]
 
 
 def _looked_up_by(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a function looks up by texts, from its text in ``linecache``."""
+    """Return the names that a function looks up by text, from its source in ``linecache``."""
     if words_in(code).isdisjoint(_LOOKS_UP):
         return frozenset()
     text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]
@@ -605,7 +610,7 @@ def _looked_up_by(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in_text(text: str, line: int, unknown: str) -> frozenset[str]:
-    """Return the names that the function at a line looks up; ``unknown`` if there is none."""
+    """Return the names that the function at a line looks up; ``unknown`` if none is there."""
     with contextlib.suppress(SyntaxError):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, _FUNCTION):

@@ -1,15 +1,13 @@
 """The file that carries names to the ranks and back: sealed, and mapped privately.
 
-It has a preface, a pickle, memory and a header.
-
-::
+It has a preface, a pickle, memory and a header::
 
     | magic | where the header is | contents | region | region | ... | header (MessagePack) |
 
-The header is read without unpickling anything. The contents are a pickle of plain values only: flat
-states (:mod:`heap`), and what else the receiver has to know. Regions of a page or more begin on a
-page. The file is a memfd (memfd_create(2)), sealed, so that nobody can change or shorten it under
-those who have mapped it.
+The header can be read without unpickling. The contents are a pickle of plain values only: flat
+states (:mod:`heap`), and what else the receiver needs. A region of a page or more begins on a page
+boundary. The file is a memfd (memfd_create(2)); it is sealed, so that no process can change or
+shorten it while others map it.
 """
 
 from __future__ import annotations
@@ -58,24 +56,24 @@ _BLOCK = 512
 
 
 _NO_ROOM = frozenset({errno.EFBIG, errno.ENOSPC, errno.ENOMEM})
-"""What the system says where a file, or memory for it, would be larger than allowed."""
+"""The errors for a file, or memory for it, that would be larger than allowed."""
 
 
 class NoRoom(CaptureError):
-    """A file of names was not written, since only so many of its bytes have room: ``fits``."""
+    """There is no room for a file of names; ``fits`` is how many of its bytes have room."""
 
     fits = 0
 
 
 class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be known of a file before anything in it is unpickled."""
+    """What a receiver knows of a file before it unpickles anything."""
 
     versions: dict[str, str]  # of Python, and of libraries that the sender has imported
     names: tuple[str, ...]
-    contents: int  # their length in bytes
+    contents: int  # length of the pickle in bytes
     first_region: int
     regions: tuple[Region, ...]
-    # where the sender has the regions, those of the payload included
+    # where the sender has the regions, including those of the payload
     places: tuple[RegionPlace, ...]
     patches: tuple[Patch, ...] = ()  # in an answer, changes of the payload's memory
 
@@ -84,9 +82,9 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_room(sizes: dict[str, int]) -> None:
-    """Raise :class:`CaptureError` where names need more memory than is left.
+    """Raise :class:`CaptureError` if names need more memory than is left.
 
-    This process's control group may allow less than the machine has.
+    ``sizes`` are bytes, by name. The limit of this process's control group counts, too.
     """
     need = sum(sizes.values())
     if need < _CHECKED_FROM or need < (free := memory_left().free):
@@ -107,11 +105,11 @@ def write_file(
     contents: dict[str, Any],
     patches: Iterable[tuple[int, int, memoryview]] = (),
 ) -> tuple[int, int]:
-    """Write states, memory and patches into a sealed memfd; return it, and its length.
+    """Write states, memory and patches into a sealed memfd; return its descriptor and length.
 
-    ``patches`` are region, start and bytes.
+    ``patches`` are (region, start, bytes).
 
-    Raises :class:`NoRoom` where this process may not write so much.
+    Raises :class:`NoRoom` if this process may not write that much.
     """
     plain = memoryview(pickle.dumps(contents, protocol=5))
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -152,7 +150,7 @@ def write_file(
 
 
 def _no_room(error: OSError, written: int) -> NoRoom:
-    """Return the error for a file that could not be written further than this."""
+    """Return the error for a file of which only ``written`` bytes could be written."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
         found = NoRoom(
@@ -170,7 +168,7 @@ def _no_room(error: OSError, written: int) -> NoRoom:
 
 
 def seal(fd: int) -> None:
-    """Seal a file; the system refuses that for a while when it moves its pages."""
+    """Seal a file; the system refuses this for a moment while it migrates the file's pages."""
     deadline = time.monotonic() + _SEALED_SECONDS
     while True:
         try:
@@ -186,7 +184,7 @@ def seal(fd: int) -> None:
 
 
 def peek(fd: int) -> PayloadHeader:
-    """Read a file's header, and unpickle nothing; raise :class:`VersionMismatch` for others."""
+    """Read a file's header without unpickling; raise :class:`VersionMismatch` for other formats."""
     lead = os.pread(fd, len(_MAGIC) + _LEAD.size, 0)
     if not lead.startswith(_MAGIC) or len(lead) < len(_MAGIC) + _LEAD.size:
         raise VersionMismatch(
@@ -201,14 +199,14 @@ def peek(fd: int) -> PayloadHeader:
 def check_versions(header: PayloadHeader) -> None:
     """Compare the notebook's versions with this process's; call it before anything is unpickled.
 
-    Raises :class:`VersionMismatch`: what to install where.
+    Raises :class:`VersionMismatch`, which says what to install where.
     """
     if differing := differing_versions(versions(header.versions), header.versions):
         raise VersionMismatch(differing)
 
 
 class Payload:
-    """A received file, whose sender has to be trusted.
+    """A received file. It is unpickled, so its sender has to be trusted.
 
     Raises :class:`VersionMismatch` before anything is unpickled.
     """
@@ -219,7 +217,7 @@ class Payload:
         self._fd = fd
         begin = len(_MAGIC) + _LEAD.size
         end = begin + self.header.contents
-        try:  # only this part: a region that cannot be mapped is no reason to lose the others
+        try:  # the contents only: an error of mapping one region must not lose the others
             with (
                 mmap.mmap(fd, end, mmap.MAP_PRIVATE, mmap.PROT_READ) as file,
                 memoryview(file) as whole,
@@ -229,18 +227,18 @@ class Payload:
             raise _not_mapped(end) from error
 
     def take_sources(self) -> None:
-        """Note the text of cells, for tracebacks, and import what other names rely on."""
+        """Register the text of cells for tracebacks, and import modules that names rely on."""
         for name, (size, lines) in self.contents["sources"].items():
             linecache.cache.setdefault(name, (size, None, lines, name))
         for name in self.contents["imports"]:
-            with suppress(Exception):  # it is named where it is used
+            with suppress(Exception):  # the use of the module raises the error again
                 importlib.import_module(name)
 
     def mapped(self, device: str | None, known: dict[int, Stretch] | None = None) -> MemoryTable:
-        """Return its memory as one private mapping, beside memory that is ``known`` by region.
+        """Return the file's memory as one private mapping, beside ``known`` memory by region.
 
-        What comes from a CUDA device goes to ``device``; to its own, where that is ``cuda``; to
-        host memory where it is None.
+        Memory from a CUDA device goes to ``device``; if that is ``cuda``, to the device of the same
+        number; if it is None, to host memory.
         """
         size = os.fstat(self._fd).st_size
         try:
@@ -260,13 +258,13 @@ class Payload:
 
     @property
     def next_region(self) -> int:
-        """The number of the region that comes next."""
+        """The number of the next region."""
         return self.header.first_region + len(self.header.regions)
 
     def brought(self, known: dict[int, Stretch]) -> MemoryTable:
-        """Return its memory as new host memory of this process, after that of what it answers.
+        """Return its memory as new host memory, beside the ``known`` memory of the payload.
 
-        A region for which there is no memory is lacking, the largest first.
+        Regions for which there is no memory are lacking, the largest first.
         """
         new, lacking = dict[int, Stretch](), dict[int, str]()
         for n, region in sorted(self.numbered(), key=lambda one: one[1].nbytes):
@@ -278,7 +276,7 @@ class Payload:
 
 
 def _not_mapped(nbytes: int) -> CaptureError:
-    """Return the error for memory that this process does not get."""
+    """Return the error for memory that the system refuses to this process."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     cause = (
         "the machine has too little memory"
@@ -292,7 +290,7 @@ def _not_mapped(nbytes: int) -> CaptureError:
 
 
 def _device_for(sent: str, device: str) -> str:
-    """Return the device for memory that was on a CUDA device ``sent``; ``cuda`` keeps its own."""
+    """Return the device for memory from a CUDA device ``sent``; ``cuda`` keeps the device."""
     if device != "cuda":
         return device
     number = int(sent.partition(":")[2] or 0)

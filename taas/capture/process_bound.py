@@ -1,18 +1,18 @@
-"""What belongs to a process, or to a rank of a run, and does not arrive elsewhere as rank 0's.
+"""Objects that belong to a process, or to a rank of a run, and do not arrive as rank 0's.
 
 **State of the process.** An instance whose ``__dict__`` *is* a dict of its class (the Borg pattern:
-accelerate's ``PartialState``) stands for what its process is. Where it arrives it is tied to the
-dict that the class has there. Settings in it travel; what the process has found out about itself
-(``process_bound_libraries`` lists it) does not.
+accelerate's ``PartialState``) describes its process. Where it arrives, it is tied to the dict that
+the class has there. Settings in it travel; what the process has found out about itself does not
+(``process_bound_libraries`` lists it).
 
 **Shares.** An object that says that it is rank 0 of N (a ``DistributedSampler``, accelerate's
-``BatchSamplerShard``) becomes the receiving rank's, in a run of N ranks. In a run of another size,
-and in the notebook, it stays rank 0's. What says so may be a sampler or a loader, wherever it was
-made, or any object that rank 0 has sent: ``args.rank``.
+``BatchSamplerShard``) becomes the receiving rank's in a run of N ranks. In a run of another size,
+and in the notebook, it stays rank 0's. This holds for samplers and loaders, wherever they were
+made, and for any object that rank 0 has sent, such as ``args`` with ``args.rank``.
 
 **Wrappers.** ``DistributedDataParallel`` is taken off on the way to the notebook. The notebook
-remembers from what, as a later cell that trains the module without it would not synchronise
-gradients.
+remembers the modules, because a later cell that trains one without its wrapper would not
+synchronise gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ReaderOf = Callable[[Any], Reading | None]
 
 
 class Place(NamedTuple):
-    """Which process of its run this one is."""
+    """The place of this process in its run."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 @once_per_class
 def _dicts_of(cls: Any) -> tuple[tuple[type, str], ...]:
-    """Return where a class holds dicts: by which base, and under which name."""
+    """Return the dicts that a class holds: the base that has it, and its name there."""
     found = []
     for base in cls.__mro__:
         names = (name for name, value in vars(base).items() if type(value) is dict)
@@ -55,9 +55,9 @@ def _dicts_of(cls: Any) -> tuple[tuple[type, str], ...]:
 
 
 def with_shared(cls: type, reader: _ReaderOf, is_of_project: Callable[[str], bool]) -> _ReaderOf:
-    """Return what reads objects of a class, those that share a dict of the class included.
+    """Return the reader for objects of a class, also for objects that share a dict of the class.
 
-    Data of the notebook's classes, and of the project's, travel by themselves, dicts among them.
+    Data of the notebook's and the project's classes travel with the classes, dicts among them.
     """
     if not cls.__dictoffset__:
         return reader
@@ -96,7 +96,7 @@ def _tie(cls: type, base: type, name: str) -> Any:
 def _set_shared(value: Any, state: tuple[dict[str, Any], Any]) -> None:
     """Put settings into the dict of a class.
 
-    Where the process has found out nothing yet, they wait until it has.
+    Until the process has found out about itself, the settings wait.
     """
     found_out = libraries.found_out_by(type(value))
     shared = value.__dict__
@@ -113,7 +113,7 @@ def settle(
 ) -> None:
     """Settle objects in this process, and make rank 0's ``shares`` this rank's.
 
-    ``how`` is explained in :func:`process_bound_libraries.settle`.
+    :func:`process_bound_libraries.settle` explains ``how``.
     """
     libraries.settle(values, place.size if place else None, **how)
     if place:
@@ -129,21 +129,21 @@ _PAIRS = (
     ("data_parallel_rank", "data_parallel_size"),
     ("shard_id", "num_shards"),
 )
-"""Attributes that say of which rank an object is, and of how many; also with underscores before
-both.
+"""Pairs of attributes that say which rank an object belongs to, of how many ranks; also with
+underscores before both.
 """
 _PAIRS_WRITTEN = tuple((mark + rank, mark + size) for rank, size in _PAIRS for mark in ("", "_"))
 _SAY_RANK = frozenset(rank for rank, _ in _PAIRS_WRITTEN)
 _SHARES_BY_NAME = re.compile(r"Sampler|Shard|Distributed|DataLoader|DL$")
 
 _from_ranks: dict[int, weakref.ref[Any]] = {}
-"""In a notebook: what rank 0 sent that says that it is rank 0's, by its id."""
+"""In a notebook: objects from rank 0 that say that they are rank 0's, by id."""
 
 
 def pair_of(value: Any) -> tuple[str, int, int] | None:
-    """Return which attribute says of which rank an object is, that rank, and of how many.
+    """Return the attribute by which an object says its rank, that rank, and the world size.
 
-    None where no attribute says so.
+    Return None if no attribute does.
     """
     attributes = attributes_of(value)
     if type(attributes) is not dict or _SAY_RANK.isdisjoint(attributes):
@@ -157,14 +157,14 @@ def pair_of(value: Any) -> tuple[str, int, int] | None:
 
 @once_per_class
 def _are_shares(cls: Any) -> bool:
-    """Tell whether objects of a class are what divides data among ranks."""
+    """Tell whether objects of a class divide data among ranks."""
     data = loaded("torch.utils.data")
     divides = data is not None and issubclass(cls, (data.Sampler, data.IterableDataset))
     return bool(divides or _SHARES_BY_NAME.search(cls.__qualname__)) and cls.__dictoffset__ != 0
 
 
 def shares_among(values: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Yield what among some objects of a notebook is one rank's, which rank's, and of how many."""
+    """Yield the objects of a notebook that are one rank's share, that rank, and the world size."""
     asked: dict[type, bool] = {}  # a notebook may have a million objects, of few classes
     for value in values:
         known = _from_ranks.get(id(value)) if _from_ranks else None
@@ -178,7 +178,7 @@ def shares_among(values: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def remember_shares(values: Iterable[Any], size: int) -> None:
-    """Note, in a notebook, which objects from ``size`` ranks say that they are rank 0's."""
+    """Note, in a notebook, the objects from ``size`` ranks that say that they are rank 0's."""
     for number in [number for number, known in _from_ranks.items() if known() is None]:
         del _from_ranks[number]
     for value in values:
@@ -192,7 +192,7 @@ def named_shares(
 ) -> list[str]:
     """Return, in a notebook, the names of loaders and samplers that use rank 0's share.
 
-    It is one of ``size``.
+    ``size`` is the world size of these shares.
     """
     found = []
     for name in names:
@@ -207,7 +207,7 @@ def named_shares(
 
 
 def take_share(values: Iterable[Any], place: Place) -> None:
-    """Make, in a rank, rank 0's shares this rank's, if they are of as many ranks."""
+    """Make, in a rank, rank 0's shares this rank's, if they are of a run of the same size."""
     for value in values:
         found = pair_of(value)
         if found is not None and found[1:] == (0, place.size):
@@ -218,7 +218,7 @@ def take_share(values: Iterable[Any], place: Place) -> None:
 
 
 class Unwrapped(NamedTuple):
-    """A module that came without its wrapper; without owner under a name or in a container."""
+    """A module that came without its wrapper; it has no owner if a name or a container holds it."""
 
     owner: weakref.ref[Any] | None
     module: weakref.ref[Any]
@@ -227,7 +227,7 @@ class Unwrapped(NamedTuple):
 
 _unwrapped: dict[tuple[int, int], Unwrapped] = {}
 _named: dict[str, weakref.ref[Any]] = {}
-"""Names under which ranks had a wrapper, each with what it wrapped."""
+"""Names under which ranks had a wrapper, each with the module that it wrapped."""
 _CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset, deque, types.CellType)
 WRAPS = frozenset({
     "DistributedDataParallel", "DDP", "DataParallel", "FullyShardedDataParallel", "FSDP",
@@ -238,16 +238,16 @@ WRAPS = frozenset({
 
 
 def is_container(value: Any) -> bool:
-    """Tell whether an object only holds others: what it is in counts, and not itself."""
+    """Tell whether an object only holds others, so that its items count, and not itself."""
     return isinstance(value, _CONTAINERS)
 
 
 def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, Any]) -> None:
-    """Note, in a notebook, the modules that came without a wrapper: owner, module, wrapper.
+    """Note, in a notebook, the modules that came without a wrapper: (owner, module, wrapper).
 
     The owner is None for a module under a name, or in a container.
 
-    ``named`` are the modules that a name alone was bound to, by this name.
+    ``named`` has, by name, the modules that only a name held.
     """
     for name, module in named.items():
         if type(module).__weakrefoffset__:
@@ -264,7 +264,7 @@ def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, A
 
 
 def unwrapped_among(ids: Collection[int]) -> Iterator[tuple[Any, str]]:
-    """Yield the objects, among some ids, that lack the wrapper they had in ranks; and which."""
+    """Yield the objects, among some ids, without the wrapper that they had in ranks; and which."""
     for (owner, module), one in _unwrapped.items():
         held = one.module if one.owner is None else one.owner
         if (
@@ -276,9 +276,10 @@ def unwrapped_among(ids: Collection[int]) -> Iterator[tuple[Any, str]]:
 
 
 def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set[str]:
-    """Return the words of functions and methods that code with some words names, and so on.
+    """Return the words of all functions and methods that code with these words reaches.
 
-    A class's ``__init__`` runs where the class is named; other special methods are called unnamed.
+    The ``__init__`` of a class runs if the code names the class; Python calls other special methods
+    without a name in the code.
     """
     by_name: dict[str, list[types.CodeType]] = {}
     for code in codes:
@@ -299,13 +300,13 @@ def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set
 def surely_read(
     sure: Collection[str], roots: dict[str, int], heap: Any, words: Collection[str]
 ) -> set[str]:
-    """Return the names that a cell surely needs, with what functions under them read.
+    """Return the names that a cell surely needs, with the names that functions under them read.
 
-    ``words`` are those of the code that runs: functions and methods that it does not name are not
-    asked.
+    ``words`` are those of the code that runs. A function or method that it does not name is not
+    followed.
     """
     found, waiting = {*sure}, [*sure]
-    for name in waiting:  # grows
+    for name in waiting:  # the loop appends to it
         if name not in roots:
             continue
         objects = [heap.objects[n] for n in heap.reached([roots[name]])]
@@ -321,9 +322,9 @@ def surely_read(
 
 
 class Wrapping:
-    """Which modules some code wraps: those its wrapping calls mention, or any if it is unclear.
+    """The modules that code wraps: those that its wrapping calls mention, or any if unclear.
 
-    ``words_of_functions`` are those of the functions that a cell has run.
+    ``words_of_functions`` are the words of the functions that a cell has run.
     """
 
     def __init__(
@@ -347,12 +348,12 @@ class Wrapping:
         self._follow(tree)
 
     def may_wrap(self, name: str) -> bool:
-        """Tell whether what a name holds may be wrapped."""
+        """Tell whether the code may wrap the value of a name."""
         return self._of_any or name in self._mentioned
 
     def _is_wrapping(self, words: Collection[str]) -> bool:
         values: list[Any] = [self._namespace.get(word) for word in words]
-        # Only these: another object may do anything when it is asked for a name.
+        # Only these types: any other object may run code when its attribute is read.
         kinds = (type, types.FunctionType)
         meant = {value.__name__ for value in values if issubclass(type(value), kinds)}
         return not WRAPS.isdisjoint(words) or not WRAPS.isdisjoint(meant) or libraries.wraps(words)
@@ -361,7 +362,7 @@ class Wrapping:
         """Return the names in an expression, and those that the notebook's functions in it read."""
         found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         waiting = [*found]
-        for word in waiting:  # grows
+        for word in waiting:  # the loop appends to it
             value = self._namespace.get(word)
             if isinstance(value, types.FunctionType) and value.__globals__ is self._namespace:
                 new = global_names(value.__code__) - found
@@ -370,7 +371,7 @@ class Wrapping:
         return found
 
     def _follow(self, tree: ast.Module) -> None:
-        """Add what the names mentioned hold, as far as the cell says it."""
+        """Add the names whose values the mentioned names hold, as far as the cell shows it."""
         bound = [binding for node in ast.walk(tree) if (binding := _binding(node)) is not None]
         held = [(self._words_meant(target), self._words_meant(value)) for target, value in bound]
         grown = True
@@ -383,7 +384,7 @@ class Wrapping:
 
 
 def _words_of_node(node: ast.AST) -> set[str]:
-    """Return the name of a node; of ``nn.parallel.DDP`` it is the last one."""
+    """Return the name of a node; of ``nn.parallel.DDP``, the last part."""
     match node:
         case ast.Name(id=word) | ast.Attribute(attr=word):
             return {word}
@@ -391,7 +392,7 @@ def _words_of_node(node: ast.AST) -> set[str]:
 
 
 def _calls_outside_functions(tree: ast.Module) -> list[ast.Call]:
-    """Return the calls of a cell but for those in functions, whose arguments it does not say."""
+    """Return the calls of a cell outside functions, whose arguments the cell does not show."""
     found, waiting = list[ast.Call](), list[ast.AST]([tree])
     while waiting:
         node = waiting.pop()
@@ -407,7 +408,7 @@ def _given_to(call: ast.Call) -> list[ast.expr]:
 
 
 def _binding(node: ast.AST) -> tuple[ast.AST, ast.AST] | None:
-    """Return what a statement, or part of one, puts something into, and what that mentions."""
+    """Return what a statement, or part of one, puts a value into, and what the value mentions."""
     match node:
         case ast.Assign(value=value):
             return ast.Tuple(node.targets), value
@@ -429,7 +430,7 @@ def _binding(node: ast.AST) -> tuple[ast.AST, ast.AST] | None:
 
 
 class Again(NamedTuple):
-    """A module that an object of its library wraps again: both by number, and the names."""
+    """A module that an object of its library wraps again: both numbers, and the names."""
 
     by: int
     module: int
@@ -437,32 +438,32 @@ class Again(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """How what travels fits a run."""
+    """How the objects that travel fit a run."""
 
     lines: list[str]  # for the user
-    # what has a part with which ranks can do nothing, by name: which part, and why
+    # by name, a part that ranks cannot use, and why
     useless: dict[str, str]
-    wraps: bool  # modules are wrapped again, by the cell or by an object that it has
-    again: list[Again]  # what is wrapped again before the cell runs
+    wraps: bool  # the cell, or an object that it has, wraps modules again
+    again: list[Again]  # modules that are wrapped again before the cell runs
 
 
 class _Travelling(NamedTuple):
-    """What travels to the ranks, as :func:`fit_of` looks through it."""
+    """The objects that travel to the ranks, as :func:`fit_of` looks through them."""
 
     heap: Any
     roots: dict[str, int]  # the numbers of names
-    asked: set[int]  # objects of libraries, which may not fit
-    # What makes anew, or only lists, the loaders and models in it; and delivered loaders. What only
-    # these have is not looked at.
+    asked: set[int]  # objects of libraries that may not fit
+    # Delivered loaders, and objects that make their loaders and models anew or only list them.
+    # Objects that only these hold are not looked at.
     opaque: set[int]
-    inside: set[int]  # all that the names have otherwise
+    inside: set[int]  # all other objects that the names reach
 
     def objects(self) -> Iterator[Any]:
-        """Yield the objects that the names have."""
+        """Yield the objects in ``inside``."""
         return (self.heap.objects[n] for n in self.inside)
 
     def names_with(self, numbers: set[int]) -> list[str]:
-        """Return the names that have any of some objects, otherwise than in what is opaque."""
+        """Return the names that reach any of some objects, other than through ``opaque`` ones."""
         return _names_with(numbers, self.heap, self.roots, self.opaque)
 
 
@@ -476,11 +477,11 @@ def fit_of(
     *,
     keep: bool,
 ) -> Fit:
-    """Say what of a notebook's objects, under some names, does not fit a run of ``size`` ranks.
+    """Say which of a notebook's objects, under some names, do not fit a run of ``size`` ranks.
 
-    ``delivered`` are the ids of loaders of which data processes take care; ``words`` those of the
-    code that runs, and ``wrapping`` says what of modules it wraps. ``keep``: the ranks stay after
-    the cell, so a line does not advise that.
+    ``delivered`` are the ids of loaders that data processes serve. ``words`` are those of the code
+    that runs, and ``wrapping`` says which modules it wraps. ``keep``: the ranks stay after the
+    cell, so no line advises ``--keep``.
     """
     reached = heap.reached(roots.values())
     kinds = libraries.kinds_asked({type(heap.objects[n]) for n in reached})
@@ -502,7 +503,7 @@ def _cell_with(size: int) -> str:
 
 
 def _add_misfits(fit: Fit, found: _Travelling, size: int, words: Collection[str]) -> None:
-    """Add the objects of libraries that are of no use, or work alone, in such a run."""
+    """Add the objects of libraries that are of no use in such a run, or work alone in it."""
     heap, roots, here = found.heap, found.roots, _cell_with(size)
     for n in sorted(found.asked & (found.inside | found.opaque)):
         reason = libraries.misfit(heap.objects[n], size, words)
@@ -520,9 +521,9 @@ def _add_misfits(fit: Fit, found: _Travelling, size: int, words: Collection[str]
 
 
 def _add_shares(fit: Fit, found: _Travelling, size: int) -> None:
-    """Add a line for the names that have a rank's share of data in a run of another size.
+    """Add a line for the names that have a rank's share of data of a run of another size.
 
-    There is one for each such size; it leaves out the names that are of no use anyway.
+    There is one line for each such size, without the names that are of no use anyway.
     """
     of_others: dict[int, set[int]] = {}
     for value, _, of in shares_among(found.objects()):
@@ -543,8 +544,8 @@ def _add_unwrapped(
 ) -> None:
     """Add the models that lack their wrapper: to be wrapped again, useless, or worth a line.
 
-    Where the cell ``trains``, a model that an Accelerator has prepared would train alone in each
-    rank: its Accelerator wraps it again, else it is of no use.
+    If the cell ``trains``, a model that an Accelerator has prepared would train alone in each rank.
+    Its Accelerator wraps it again; if it cannot, the model is of no use.
     """
     known = _known_by_accelerators(found)
     if trains:
@@ -560,7 +561,7 @@ def _add_unwrapped(
 
 
 def _known_by_accelerators(found: _Travelling) -> dict[int, int]:
-    """Return which models an Accelerator has prepared, and which one, by numbers."""
+    """Return the models that an Accelerator has prepared, each with its Accelerator, by numbers."""
     known = {}
     for by in sorted(found.opaque):
         for model in libraries.models_of(found.heap.objects[by]):
@@ -575,8 +576,8 @@ def _wrapped_again(
 ) -> Iterator[Again]:
     """Yield the models that their Accelerator can surely wrap again.
 
-    Only names hold them, and these had the wrapper. (Optimizers hold their parameters, which a
-    wrapper does not change.)
+    Those are models that only names hold, and the names had the wrapper. (Optimizers hold their
+    parameters, which a wrapper does not change.)
     """
     heap, roots = found.heap, found.roots
     for n, by in known.items():
@@ -598,7 +599,7 @@ def _wrapped_again(
 def _names_with(
     numbers: set[int], heap: Any, roots: dict[str, int], but: Container[int] = ()
 ) -> list[str]:
-    """Return the names under which any of some objects is."""
+    """Return the names that reach any of some objects."""
     return [
         name for name, n in roots.items() if not numbers.isdisjoint({n} | heap.reached([n], but))
     ]
@@ -609,7 +610,7 @@ def _without_wrapper(
 ) -> Iterator[tuple[int, str, str]]:
     """Yield each module that lacks a wrapper which the code does not give it.
 
-    That is its number, where it is, and what to do.
+    Each is the module's number, where it is, and what to do.
     """
     heap = found.heap
     ids = {id(value) for value in found.objects()}

@@ -1,15 +1,15 @@
-"""Libraries whose objects remember their process: this is found out again where they arrive.
+"""Libraries whose objects remember their process, and find it out again where they arrive.
 
-* An ``Accelerator`` wraps again what it has wrapped, before a cell that does not do it itself.
-* accelerate's states hold settings (mixed precision) and what the process has found out (its
-  number, its device). Where they arrive the library's own constructors find that out again, in a
-  rank with the rank's process group.
-* Prepared loaders of accelerate say by ``__reduce__`` that they are made of their class and its
-  base; they are their attributes, and send batches to the device of this process.
+* An ``Accelerator`` wraps again what it has wrapped, before a cell that does not do so itself.
+* accelerate's states hold settings (mixed precision) and facts about the process (its number, its
+  device). Where they arrive, the library's own constructors find these facts out again; in a rank,
+  with the rank's process group.
+* Prepared loaders of accelerate say through ``__reduce__`` that they are made of their class and
+  its base. They are read as their attributes, and send batches to the device of this process.
 * transformers' ``TrainingArguments`` keep what they have found out about devices.
-* A ``Fabric`` of Lightning knows its number from the environment, and needs the process group.
-* A ``Trainer`` of Lightning chooses how many processes it works in when it is made.
-* skorch pickles what a net has made into bytes in the net's state, where nobody finds it.
+* Lightning's ``Fabric`` knows its number from the environment, and needs the process group.
+* Lightning's ``Trainer`` chooses in its constructor how many processes it works in.
+* skorch pickles the objects of a net into bytes in the net's state, in which no object is found.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _FOUND_OUT = {
     "AcceleratorState": _OF_PROCESS,
     "GradientState": frozenset({"_dataloader_references_ref"}),
 }
-"""What accelerate's states find out in each process; all else in them are settings."""
+"""Facts that accelerate's states find out in each process; everything else in them is a setting."""
 _NOTHING = frozenset[str]()
 _PREPARED = "_is_accelerate_prepared"
 
 settings_waiting: dict[type, dict[str, Any]] = {}
-"""Settings that have come, by class, before the process has found out what belongs beside them."""
+"""Settings that came before the process has found out about itself, by class."""
 
 
 def found_out_by(cls: type) -> frozenset[str]:
-    """Return the attributes that each process finds out itself, of objects on a class's dict."""
+    """Return the attributes of a class's shared dict that each process finds out itself."""
     for base in cls.__mro__:
         if base.__module__ == "accelerate.state":
             return _FOUND_OUT.get(base.__qualname__, _NOTHING)
@@ -51,13 +51,13 @@ def found_out_by(cls: type) -> frozenset[str]:
 
 
 _state_of_process: list[Any] = []
-"""An instance of accelerate's AcceleratorState of this process, once it is asked for."""
+"""This process's instance of accelerate's AcceleratorState, once it was asked for."""
 
 
 def needed_beside(value: Any) -> Any:
-    """Return what objects with this one need beside it.
+    """Return an object that objects like this one need and do not hold.
 
-    Prepared loaders ask accelerate's state, and do not hold it.
+    Prepared loaders ask accelerate's state.
     """
     state = loaded("accelerate.state")
     if (
@@ -74,7 +74,7 @@ def needed_beside(value: Any) -> Any:
 
 
 def _classes(*names: str) -> tuple[type, ...]:
-    """Return the classes of full names that are imported; Fabric is in two packages."""
+    """Return the imported classes with these full names; Fabric is in two packages."""
     full: list[str] = []
     for name in names:
         is_fabric = name.startswith("fabric.")
@@ -84,7 +84,7 @@ def _classes(*names: str) -> tuple[type, ...]:
 
 
 def of_kind(name: str, values: Collection[Any]) -> list[Any]:
-    """Return the objects of a class, by its full name."""
+    """Return the objects of a class, given by its full name."""
     classes = _classes(name)
     if not classes:
         return []
@@ -103,7 +103,7 @@ def bound_reader(cls: Any) -> _ReaderOf | None:
     if issubclass(cls, _classes("fabric.wrappers._FabricDataLoader")):
         return _read_fabrics_loader
     if issubclass(cls, _classes("accelerate.utils.operations.ConvertOutputsToFp32")):
-        return read_plain  # a part of a prepared model, which refuses to be pickled
+        return read_plain  # a part of a prepared model; its own protocol refuses
     nets = _classes("skorch.net.NeuralNet")
     if nets and issubclass(cls, nets) and cls.__getstate__ is nets[0].__getstate__:
         return read_plain
@@ -111,13 +111,13 @@ def bound_reader(cls: Any) -> _ReaderOf | None:
 
 
 def _read_without(value: Any, left: tuple[str, ...]) -> Reading:
-    """Read an object that is its attributes, without some, unless they are None."""
+    """Read an object as its attributes, without those in ``left`` that are not None."""
     told = {key: item for key, item in value.__dict__.items() if key not in left or item is None}
     return Reading(make_plain, (type(value),), _set_beside, (told, left), turn_into)
 
 
 def _set_beside(value: Any, state: tuple[dict[str, Any], tuple[str, ...]]) -> None:
-    """Set all attributes but those that this process has found out."""
+    """Set all attributes except those that this process has found out."""
     told, left = state
     own = {key: value.__dict__[key] for key in left if key in value.__dict__}
     value.__dict__.clear()
@@ -125,7 +125,7 @@ def _set_beside(value: Any, state: tuple[dict[str, Any], tuple[str, ...]]) -> No
 
 
 def _read_fabrics_loader(loader: Any) -> Reading:
-    """Read a loader that a Fabric has set up: it sends batches to its process's current device."""
+    """Read a loader that a Fabric has set up; it sends batches to its process's current device."""
     told = {**vars(loader)}
     if told.get("_device") is not None:
         told["_device"] = loaded("torch").device(told["_device"].type)
@@ -138,13 +138,15 @@ def _read_fabrics_loader(loader: Any) -> Reading:
 def settle(
     values: Collection[Any], size: int | None, *, without_gpu: bool = False, wrapped: bool = False
 ) -> None:
-    """Settle objects in a process: they find out which one it is.
-
-    ``size`` ranks are in its run; None: it is no rank.
+    """Settle objects in a process: they find out which process it is.
 
     In ranks this makes a process group, as the libraries do when such objects are made.
-    ``without_gpu``: in a process that must not look for one. ``wrapped``: models will be wrapped
-    again.
+
+    Args:
+        values: the objects.
+        size: how many ranks its run has; None: the process is not a rank.
+        without_gpu: the process must not look for a GPU.
+        wrapped: models will be wrapped again.
     """
     settings = {**settings_waiting}
     settings_waiting.clear()
@@ -169,7 +171,7 @@ def _settle_states(
     *,
     without_gpu: bool,
 ) -> None:
-    """Make accelerate's states find out about the process when they first come here."""
+    """Let accelerate's states find out about the process when they first come to it."""
     if not settings:
         return
     own = settings.get(state.AcceleratorState, {})
@@ -208,7 +210,7 @@ def _group_arguments(values: Collection[Any]) -> dict[str, Any]:
 def _settle_loader(loader: Any, size: int | None) -> None:
     """Let a loader that accelerate has prepared send its batches to this process's device.
 
-    One that was prepared in one process may be prepared again in ranks.
+    A loader that was prepared in one process may be prepared again in ranks.
     """
     if "device" not in vars(loader):
         vars(loader)["device"] = loaded("accelerate.state").PartialState().device
@@ -249,7 +251,7 @@ def _settle_accelerator(accelerator: Any, size: int | None) -> None:
 
 @contextlib.contextmanager
 def _unchanged_states() -> Iterator[None]:
-    """Keep what accelerate's states hold, whatever its constructors do to them."""
+    """Restore accelerate's states at the end, whatever its constructors do to them."""
     state = loaded("accelerate.state")
     shared = [getattr(state, name)._shared_state for name in _FOUND_OUT]
     before = [{**one} for one in shared]
@@ -266,20 +268,20 @@ _OF_ARGUMENTS = ("_n_gpu", "_setup_devices")
 
 
 def _settle_arguments(arguments: Any, _: int | None) -> None:
-    """Make TrainingArguments find out about devices: asking does it, and resets the states."""
+    """Let TrainingArguments find out about devices: asking does it, and resets the states."""
     if "_setup_devices" not in vars(arguments):
         with _unchanged_states():
             arguments._setup_devices  # noqa: B018  a cached property
 
 
 def _settle_trainer(trainer: Any, _: int | None) -> None:
-    """Tell a Trainer whether it is the main process; it notes that when it is made."""
+    """Tell a Trainer whether it is the main process, which its constructor has noted."""
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
 
 
 def _settle_fabric(fabric: Any, size: int | None) -> None:
-    """Let a Fabric that was launched have its process group here, and its device."""
+    """Give a launched Fabric its process group here, and its device."""
     if size and fabric._launched:
         _enter_strategy(fabric._strategy)
 
@@ -299,7 +301,7 @@ def _enter_strategy(strategy: Any) -> None:
 
 
 def _settle_skorch(net: Any, size: int | None) -> None:
-    """Wrap a net's modules again by its accelerator, if they were wrapped in the ranks."""
+    """Let a net's accelerator wrap its modules again if they were wrapped in the ranks."""
     if not size or size == 1 or not net._wrapped_with_accelerator:
         return
     for name in net._modules + net._criteria:
@@ -317,14 +319,14 @@ _SETTLED = (
     ("fabric.wrappers._FabricModule", _settle_fabrics_module),
     ("skorch.hf.AccelerateMixin", _settle_skorch),
 )
-"""What settles objects of which class."""
+"""By class, the function that settles its objects."""
 
 
 # ---------------------------------------------------------------- before they leave
 
 
 def wraps(words: Collection[str]) -> bool:
-    """Tell whether code with these words has a library wrap modules again."""
+    """Tell whether code with these words lets a library wrap modules again."""
     if "Trainer" in words or "Learner" in words:
         return True
     return not {"setup", "setup_module"}.isdisjoint(words) and bool(
@@ -349,22 +351,22 @@ _REFUSED = (
     "fabric.fabric.Fabric",
     "torch.distributed.optim.ZeroRedundancyOptimizer",
 )
-"""Classes whose objects :func:`misfit` knows beside these."""
+"""More classes whose objects :func:`misfit` knows."""
 
 
 def kinds_asked(kinds: Iterable[type]) -> set[type]:
-    """Return those of some classes whose objects :func:`renews` and :func:`misfit` know.
+    """Return the classes whose objects :func:`renews` and :func:`misfit` know.
 
-    A notebook may have a million objects of other classes, and each question costs microseconds.
+    A notebook may have a million objects of other classes, and each call costs microseconds.
     """
     known = _classes(*_RENEW, *_REFUSED)
     return {cls for cls in kinds if issubclass(cls, known)}
 
 
 def renews(value: Any) -> bool:
-    """Tell whether what an object has of loaders and wrapped models is made anew, or only listed.
+    """Tell whether an object makes its loaders and wrapped models anew, or only lists them.
 
-    A Trainer does so when it trains; of a Fabric and of skorch it is done here.
+    A Trainer makes them when it trains; for Fabric and skorch, :func:`settle` does.
     """
     return any(of_kind(name, [value]) for name in _RENEW)
 
@@ -372,7 +374,7 @@ def renews(value: Any) -> bool:
 def models_of(value: Any) -> list[Any]:
     """Return the models that an Accelerator has prepared and can wrap again.
 
-    For any other object there are none, nor for one that compiles models, too.
+    Return none for any other object, nor for an Accelerator that also compiles models.
     """
     if not of_kind("accelerate.accelerator.Accelerator", [value]):
         return []
@@ -389,14 +391,14 @@ def wrap_again(accelerator: Any, model: Any) -> Any:
 
 
 def prepared_models(values: Collection[Any]) -> list[Any]:
-    """Return the models that accelerate has prepared, and did not wrap: in one process."""
+    """Return the models that accelerate has prepared in one process, and so did not wrap."""
     return [model for model in of_kind("torch.nn.Module", values) if _PREPARED in vars(model)]
 
 
 def misfit(value: Any, size: int, words: Collection[str]) -> tuple[str, str] | None:
-    """Say why an object is of no use in a run of some ranks, and what to do; None if it is of use.
+    """Say why a run of ``size`` ranks cannot use an object, and what to do; None if it can.
 
-    ``words`` are those of the code that runs: what it prepares again is of use.
+    ``words`` are those of the code that runs: an object that it prepares again is of use.
     """
     if of_kind("accelerate.data_loader.DataLoaderShard", [value]):
         if size > 1 and "prepare" not in words and not _is_divided(value):
@@ -420,13 +422,13 @@ _OF_ONE_DEVICE = (
     "pytorch_lightning.strategies.single_device.SingleDeviceStrategy",
 )
 _TRAINS = frozenset({"fit", "lr_find", "scale_batch_size"})
-"""What trains a model by a Trainer of Lightning."""
+"""Methods of Lightning's Trainer that train a model."""
 
 
 def is_lone_trainer(value: Any) -> bool:
-    """Tell whether an object is a Trainer of Lightning which has chosen to work in one process.
+    """Tell whether an object is a Lightning Trainer that has chosen to work in one process.
 
-    It chooses when it is made: of one made in a plain cell, each rank would train alone.
+    It chooses in its constructor. With one made in a plain cell, each rank would train alone.
     """
     if not any(of_kind(name, [value]) for name in _TRAINERS):
         return False
@@ -437,7 +439,7 @@ def is_lone_trainer(value: Any) -> bool:
 
 
 def _engine_of(state: dict[str, Any]) -> str:
-    """Return what only the process that made accelerate's state can use of it; else empty."""
+    """Return the part of accelerate's state that only its process can use; empty without any."""
     if state.get("parallelism_config") is not None:
         return "a ParallelismConfig"
     if state.get("deepspeed_plugins") is not None:
@@ -447,9 +449,9 @@ def _engine_of(state: dict[str, Any]) -> str:
 
 
 def _processes_of(strategy: Any) -> int:
-    """Return for how many processes a strategy of Lightning was made.
+    """Return for how many processes a Lightning strategy was made.
 
-    In ranks its environment alone says it.
+    In ranks only its environment says so.
     """
     return int(getattr(strategy, "num_processes", 1) * getattr(strategy, "num_nodes", 1))
 

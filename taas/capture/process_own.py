@@ -1,8 +1,9 @@
-"""What belongs to its process: process groups, iterators of DataLoaders, streams.
+"""Objects that belong to their process: process groups, iterators of DataLoaders, streams.
 
-Another process can do nothing with it, so it never travels. An object that has it as an attribute,
-or in a container there, does, without that attribute: a trained model must not be lost with a
-process group. Where the object is there already, it keeps its own.
+Another process cannot use them, so they never travel. An object that has one as an attribute, or in
+a container in an attribute, travels without that attribute: a trained model must not be lost
+because of a process group. If the object exists already where it arrives, it keeps its own
+attribute.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _KINDS = {
     *((module, "CUDAGraph") for module in ("torch.cuda", "torch.cuda.graphs")),
 }
 _DEEPEST = 4
-"""Containers in containers that are looked into."""
+"""How many levels of nested containers are looked into."""
 
 _ITEMS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset)},
 }
-"""What iterates over a container: the built-in method, since a subclass may do anything in its own.
+"""By type, how to iterate over a container: a method of the built-in class, since a subclass's own
+may run any code.
 """
 
 left_attributes: dict[tuple[int, str], Callable[[], Any]] = {}
-"""The attributes that are left out, by their object's id and their name: what returns that object.
-"""
+"""The attributes that are left out, by object id and name; the value returns the object."""
 
 
 def is_of_process(cls: type) -> bool:
@@ -51,12 +52,12 @@ def is_of_process(cls: type) -> bool:
 
 
 def refuse(value: Any) -> NoReturn:
-    """Raise what says that an object belongs to its process."""
+    """Raise the error that says that an object belongs to its process."""
     raise pickle.PicklingError(f"a {type(value).__qualname__} belongs to the process that made it")
 
 
 def holds(part: Any, is_wanted: Callable[[Any], bool], deepest: int = _DEEPEST) -> bool:
-    """Tell whether something is what is wanted, or a container with that in it."""
+    """Tell whether a value is wanted, or a container with a wanted value in it."""
     if is_wanted(part):
         return True
     kind = next((kind for kind in _ITEMS if issubclass(type(part), kind)), None)
@@ -68,29 +69,29 @@ def holds(part: Any, is_wanted: Callable[[Any], bool], deepest: int = _DEEPEST) 
 def leave_out(holder: Any, name: str) -> None:
     """Leave out an attribute of an object, as long as the object lives.
 
-    The object is not kept alive for it: with it would live a DataLoader's workers. Its class may
-    not allow weak references; then the object lives until :func:`tell_again`.
+    This does not keep the object alive, because with it a DataLoader's workers would live on. If
+    its class does not allow weak references, the object lives until :func:`tell_again`.
     """
     key = id(holder), name
     if type(holder).__weakrefoffset__:
-        # The key goes before another object can have the same id.
+        # The key is removed before another object can get the same id.
         left_attributes[key] = weakref.ref(holder, lambda _: left_attributes.pop(key, None))
     else:
         left_attributes[key] = lambda: holder
 
 
 def tell_again(but: Collection[Any] = ()) -> None:
-    """Leave out no attribute any more, except of the objects in ``but``."""
+    """Leave out no attribute any more, except those of the objects in ``but``."""
     if not left_attributes:
         return
     ids = {*map(id, but)}
     for key in [*left_attributes]:
         if key[0] not in ids:
-            left_attributes.pop(key, None)  # its object may have ended meanwhile, and taken it out
+            left_attributes.pop(key, None)  # an object that ended meanwhile has removed its key
 
 
 def tell_what_changed() -> None:
-    """Leave out no attribute any more that has got a value which does not belong to the process."""
+    """Stop leaving out the attributes whose new value does not belong to the process."""
     for (number, name), holder in [*left_attributes.items()]:
         if not holds(attributes_of(holder()).get(name), lambda one: is_of_process(type(one))):
             left_attributes.pop((number, name), None)
@@ -104,7 +105,7 @@ def names_told(holder: Any, attributes: Iterable[str]) -> list[str]:
 
 
 def keep_own(holder: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that an object keeps when it is told its others: its process's."""
+    """Return the attributes that belong to the process, and stay when ``told`` sets the others."""
     kept = {}
     for name, part in attributes_of(holder).items():
         if name in told:

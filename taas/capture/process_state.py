@@ -1,13 +1,12 @@
-"""What cells do to their process: one table of settings, for the notebook and its ranks.
+"""What cells change in their process: one table of settings, for the notebook and its ranks.
 
-A library that is not imported is not imported for its state: it takes it when it is imported.
-Variables that describe a rank, as torchrun's, never travel. A rank starts in the project whatever
-the notebook's working directory is (contract); where the cell changes it, the notebook's changes
-too.
+A library is not imported for its state. It takes the state when it is imported. Variables that
+describe a rank, such as torchrun's, never travel. A rank starts in the project, whatever the
+notebook's working directory is (contract); if the cell changes it, the notebook's changes, too.
 
-How precise torch's float32 is has two interfaces: one for each backend and kind of operation, and
-the older one, whose functions raise once the newer one has said something that they have no word
-for. Both travel: the older one as far as it can be read, then the newer one, where torch has it.
+torch has two interfaces for the precision of float32: the newer one has a setting for each backend
+and kind of operation; functions of the older one raise once the newer one has set what they cannot
+express. Both travel: the older one as far as it can be read, then the newer one if torch has it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _OF_LAUNCHERS = ("--local_rank=", "--local-rank=")
 
 
 def _told(sent: Any, before: Any, now: Any) -> Any:
-    """Return what is told of a change (docs of :class:`Row`), of a row that a notebook ``sent``."""
+    """Return the part of a row that changed (see :class:`Row`); a notebook ``sent`` the row."""
     if isinstance(now, dict):
         new = {
             name: value
@@ -62,17 +61,17 @@ def _told(sent: Any, before: Any, now: Any) -> Any:
 
 
 class _PathOfRank:
-    _for_directory = ""  # the project, where it stands for the notebook's own working directory
+    _for_directory = ""  # the project, in place of the notebook's own working directory
 
     def take(self, _: ModuleType) -> list[str]:
-        """Return it as the notebook would have it."""
+        """Return ``sys.path`` as the notebook would have it."""
         path = [*sys.path]
         if self._for_directory in path:
             path[path.index(self._for_directory)] = ""
         return path
 
     def put(self, _: ModuleType, told: list[str]) -> None:
-        """Put the notebook's behind the project, and before what else is there."""
+        """Put the notebook's entries after the project, and before the other entries here."""
         project = sys.path[0]
         if told[:1] == [""]:
             self._for_directory, told = project, told[1:]
@@ -81,8 +80,8 @@ class _PathOfRank:
 
 
 PROGRAM = "<cell>"
-"""What the program is called in ranks, which have none of the arguments that the notebook's kernel
-was started with.
+"""The program's name in ranks, which do not get the arguments that started the notebook's
+kernel.
 """
 
 
@@ -94,12 +93,12 @@ def _arguments(_: ModuleType) -> list[str]:
 
 
 def _put_arguments(sys: Any, told: list[str]) -> None:
-    """Put what ranks have in place of the notebook's arguments; its program's name stays."""
+    """Replace the notebook's arguments by those of the ranks; the program's name stays."""
     sys.argv = [*(sys.argv[:1] if told[:1] == [PROGRAM] else told[:1]), *told[1:]]
 
 
 def _put_arguments_of_rank(sys: Any, told: list[str]) -> None:
-    """Put the notebook's arguments before that of a launcher, which is the rank's own."""
+    """Put the notebook's arguments before those of a launcher, which belong to the rank."""
     sys.argv = [
         *told,
         *(argument for argument in sys.argv[1:] if argument.startswith(_OF_LAUNCHERS)),
@@ -107,7 +106,7 @@ def _put_arguments_of_rank(sys: Any, told: list[str]) -> None:
 
 
 def _working_directory(_: ModuleType) -> str | None:
-    with contextlib.suppress(FileNotFoundError):  # somebody removed it
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed
         return str(Path.cwd())
     return None
 
@@ -115,27 +114,27 @@ def _working_directory(_: ModuleType) -> str | None:
 class Row(NamedTuple):
     """One kind of state of a process, which is ``put`` when its ``library`` is imported.
 
-    What is told is of a dict the entries that changed, None for those that are gone; of a list the
-    items but for those that a rank had beside the notebook's; anything else whole.
+    Of a dict, the changed entries travel, with None for deleted ones. Of a list, the items travel,
+    except those that a rank had beside the notebook's. Any other value travels whole.
     """
 
     name: str
     library: str
-    take: Callable[[Any], Any]  # plain values; None where there is nothing to be told
+    take: Callable[[Any], Any]  # returns plain values; None if there is nothing to send
     put: Callable[[Any, Any], Any]
     early: bool = False  # ranks need it before names are built
-    only_back: bool = False  # it stays as ranks have it
+    only_back: bool = False  # it does not travel to ranks
 
 
 def _options(
     name: str, library: str, take: Callable[[Any], Any], put: Callable[[Any, str, Any], Any]
 ) -> Row:
-    """Return a row of many settings, of which those are put that differ."""
+    """Return a row of many settings; those that differ are put."""
 
     def put_all(module: Any, told: dict[str, Any]) -> None:
         here = take(module) or {}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some are deprecated
+            warnings.simplefilter("ignore")  # some settings are deprecated
             for option, value in told.items():
                 if option not in here or here[option] != value:
                     put(module, option, value)
@@ -144,9 +143,9 @@ def _options(
 
 
 def _setting(name: str, library: str, get: str, put: str) -> Row:
-    """Return a row of two functions of a library; None is taken where it refuses to say.
+    """Return a row of a library's getter and setter; it takes None if the getter raises.
 
-    Torch does so where its older words for precision do not suffice.
+    torch's getter raises if the older interface for precision cannot express the setting.
     """
 
     def take(module: Any) -> Any:
@@ -171,9 +170,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pandas_options(pandas: Any) -> dict[str, Any]:
-    """Return the plain options of pandas, past the warnings that asking for some gives.
+    """Return pandas' plain options, without the warnings that reading some gives.
 
-    The one that is a function is data of a module.
+    The option that is a function travels as data of a module.
     """
     config = pandas._config.config
     found = {
@@ -211,7 +210,7 @@ def _inline_settings(config: Any) -> dict[str, Any] | None:
 
 
 def _show_figures(*_: Any) -> None:
-    """Let the shell show figures; pyplot does it by itself where it is being imported."""
+    """Let the shell show figures; pyplot does so itself while it is being imported."""
     pyplot = loaded("matplotlib.pyplot")
     if pyplot is None or hasattr(pyplot, "switch_backend"):
         importlib.import_module(_INLINE)
@@ -250,12 +249,12 @@ def _machine() -> str:
 
 
 def _limit_of_files(_: ModuleType) -> tuple[int, str]:
-    """Return how many files may be open, and on which machine that holds."""
+    """Return the limit of open files, and the machine on which it holds."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0], _machine()
 
 
 def _put_limit_of_files(_: ModuleType, told: tuple[int, str]) -> None:
-    """Set how many files may be open; another machine's own limit is not lowered."""
+    """Set the limit of open files; another machine's own limit is not lowered."""
     unlimited = resource.RLIM_INFINITY
     wanted, machine = told
     limits = (wanted, *resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -276,13 +275,13 @@ def _put_collection(collector: Any, told: tuple[bool, tuple[int, ...]]) -> None:
 
 
 def _level_names(log: Any) -> tuple[dict[str, int], dict[int, str]]:
-    """Return the numbers of all names of levels, and the name that each number is shown by."""
+    """Return the numbers of all level names, and the name that each number is shown by."""
     numbers = log.getLevelNamesMapping()
     return numbers, {number: log.getLevelName(number) for number in numbers.values()}
 
 
 def _put_level_names(log: Any, told: tuple[dict[str, int], dict[int, str]]) -> None:
-    """Add the names; the one that a number is shown by comes last."""
+    """Add the names; for each number, the name that it is shown by comes last."""
     numbers, shown = told
     for name, number in numbers.items():
         log.addLevelName(number, name)
@@ -298,7 +297,7 @@ def _log_levels(_: Any) -> dict[str, Any]:
 def _put_log_levels(_: Any, told: dict[str, Any]) -> None:
     here = _log_levels(None)
     for name, state in told.items():
-        if here.get(name) != state:  # each that is set empties the caches of all loggers
+        if here.get(name) != state:  # setting a level empties the caches of all loggers
             logger = logging.getLogger(name)
             level, logger.propagate, logger.disabled = state or _UNSET
             logger.setLevel(level)
@@ -313,9 +312,9 @@ def _warning_filters(_: Any) -> list[Any]:
 
 
 def _put_warning_filters(told: list[Any], *, rank: bool) -> None:
-    """Set the filters, in a rank before those it has; unknown categories are dropped.
+    """Set the filters, in a rank before its own; drop those of unknown categories.
 
-    Nothing here warns with a category that no module has.
+    No code here can warn with a category that no module has.
     """
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     known = [(action, text, attribute_of(m, n), *place) for action, text, (m, n), *place in told]
@@ -342,8 +341,7 @@ def _settings_of_compiler(config: Any) -> dict[str, Any]:
     """Return the changed settings of a module of torch's compiler, each in a tuple.
 
     None means that a setting was set back to its default.
-
-    ``disable`` is what a rehearsal says itself.
+    A rehearsal sets ``disable`` itself.
     """
     changed = {
         name: getattr(config, name) for name in config._config if not config._is_default(name)
@@ -361,8 +359,8 @@ _PRECISIONS = (
     ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"),
     ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
 )  # fmt: skip
-"""Backends and operations whose precision can be set; what is set for all comes before what has its
-own.
+"""Backends and operations whose precision can be set. An entry for all operations comes before
+those of single operations.
 """
 
 
@@ -372,26 +370,26 @@ def _precisions(torch: Any) -> tuple[str, ...] | None:
 
 
 def _put_precisions(torch: Any, told: tuple[str, ...]) -> None:
-    """Set what differs: an operation that has none of its own is read as what holds for all."""
+    """Set what differs; an operation without a setting of its own reads as the one for all."""
     for what, precision in zip(_PRECISIONS, told, strict=True):
         if torch._C._get_fp32_precision_getter(*what) != precision:
             torch._C._set_fp32_precision_setter(*what, precision)
 
 
 def _default_device(torch: Any) -> str:
-    """Return the default device as it was set; torch itself would say which GPU it is now."""
+    """Return the default device as it was set; torch would return the present GPU for ``cuda``."""
     context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return "cpu" if context is None else str(context.device)
 
 
 def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
-    """Set torch's default device to another process's, as this one has it.
+    """Set torch's default device to another process's, in terms of this one's devices.
 
-    This rank's own CUDA device is ``own``; ``cuda``: it has all of them.
+    ``own`` is this rank's CUDA device; ``cuda`` if it has all of them.
     """
     number = wanted.partition(":")[2]
     if wanted.startswith("cuda"):
-        if not torch.cuda.device_count():  # a rehearsed rank says that it has one
+        if not torch.cuda.device_count():  # a rehearsed rank counts one
             wanted = "cpu"
         elif number and own not in (None, "cuda"):
             wanted = own
@@ -402,7 +400,7 @@ def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
 
 
 def _put_next_hook(hooks: Any, told: int) -> None:
-    """Continue hook numbers at the larger count, so that no hook takes a travelled one's place."""
+    """Continue hook numbers at the larger count, so that no new hook replaces a travelled one."""
     hooks.RemovableHandle.next_id = max(told, hooks.RemovableHandle.next_id)
 
 
@@ -525,7 +523,7 @@ def _of_torch(device: str | None) -> tuple[Row, ...]:
             ),
             lambda t, v: t.use_deterministic_algorithms(v[0], warn_only=v[1]),
         ),
-        # by torch's bindings: torch.backends.cudnn.set_flags resets others
+        # through torch's bindings: torch.backends.cudnn.set_flags resets other settings
         _setting(
             "benchmark of cuDNN", "torch", "_C._get_cudnn_benchmark", "_C._set_cudnn_benchmark"
         ),
@@ -587,7 +585,7 @@ def _of_torch(device: str | None) -> tuple[Row, ...]:
 
 
 def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
-    """Return all kinds of state in the order they are put, for a rank or for a notebook."""
+    """Return all kinds of state in the order in which they are put, for a rank or a notebook."""
     path, cuda = _PathOfRank(), device is not None or not rank
     of_process = (
         (
@@ -664,17 +662,17 @@ def of_notebook() -> dict[str, Any]:
         if not is_a_ranks_own(name, value)
     }
     state["environment"] = _told(None, first, state["environment"])
-    if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
+    if "numpy" not in state["random numbers"]:  # else all forks of one process would draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
     return state
 
 
 _NOT_SEEN_BY_IMPORTS = frozenset({
-    # compared by themselves
+    # compared by other means
     "environment", "sys.path", "sys.argv", "time zone", "working directory",
-    # an import that draws is found out
+    # an import that draws is noticed
     "random numbers", "numbers of hooks",
-    # how things look
+    # how values are shown
     "warning filters", "log levels", "names of log levels", "levels of all logs",
     "formats and aliases of IPython", "print options of NumPy", "print options of torch",
     "how figures are shown", "figures are shown",
@@ -690,10 +688,10 @@ def path_and_arguments() -> tuple[list[str], list[str]]:
 
 
 def seen_by_imports(*, rank: bool) -> dict[str, str]:
-    """Return the state of this process that a module may find at import, each kind as a text.
+    """Return the state of this process that a module may see at import, each kind as a text.
 
-    Libraries that are not loaded have no state. A module makes tensors of the default dtype, and a
-    filter makes an error of its warning.
+    Only loaded libraries have state. It matters: a module may make tensors of the default dtype,
+    and a warning filter may turn its warning into an error.
     """
     found = _take(row for row in table(rank=rank) if row.name not in _NOT_SEEN_BY_IMPORTS)
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
@@ -709,24 +707,24 @@ class ProcessState:
         self._table = table(device, rank=True)
         self._before: dict[str, Any] = {}
         self._marked = file_time()
-        self.stayed: list[str] = []  # of what changed, what stays here, and why, for the user
+        self.stayed: list[str] = []  # for the user: changed state that stays here, and why
 
     def put_early(self, project: str) -> None:
-        """Before the names are built: environment, ``sys.path``, arguments."""
+        """Before the names are built: set environment, ``sys.path`` and arguments."""
         sys.path[:] = [project, *(entry for entry in sys.path if entry != project)]
         _put_rows([row for row in self._table if row.early], self._sent)
 
     def put(self) -> None:
-        """After the names are built: everything else."""
+        """After the names are built: set everything else."""
         _put_rows([row for row in self._table if not row.early], self._sent)
 
     def mark(self) -> None:
-        """Take the state that changes are found against."""
+        """Record the state with which :meth:`changes` compares."""
         self._before = {**self._sent, **_take(self._table)}
         self._marked = file_time()
 
     def changes(self) -> dict[str, Any]:
-        """Return what is different now, for :func:`put`."""
+        """Return the state that differs now, for :func:`put`."""
         before = self._before
         new = {name: now for name, now in _take(self._table).items() if now != before.get(name)}
         told = {
@@ -738,7 +736,7 @@ class ProcessState:
 
 
 def _put_rows(table: Iterable[Row], state: dict[str, Any]) -> None:
-    """Write what was told of each row, at once or when its library is imported."""
+    """Put the state of each row, at once or when its library is imported."""
     for row in table:
         if row.name in state:
             after_import(row.library, functools.partial(_put_row, row, state[row.name]))
@@ -750,12 +748,12 @@ def _put_row(row: Row, told: Any, module: ModuleType) -> None:
 
 
 def put(changes: dict[str, Any]) -> None:
-    """In the notebook: do what the cell did to rank 0's process."""
+    """In the notebook: repeat what the cell did to rank 0's process."""
     _put_rows(table(), changes)
 
 
 def not_brought(error: Exception) -> tuple[str, str]:
-    """Return what did not come back of the process's state, and why."""
+    """Return which state of the process did not come back, and why."""
     what = (
         "the state of the process (environment, working directory, random numbers, settings of"
         " libraries)"

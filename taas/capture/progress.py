@@ -1,12 +1,12 @@
-"""Objects of a training under way: bars of tqdm, and scalers of gradients.
+"""Objects of a training under way: bars of tqdm, and gradient scalers.
 
-A bar writes by functions that hold a stream of its process. What travels is which stream it is, and
-how long its last line was; where the bar is already it goes on writing by what it has.
+A bar writes through functions that hold a stream of its process. Its state says which stream that
+is, and how long its last line was. A bar that exists already where it arrives keeps its stream.
 
-A scaler keeps what it has found of each optimizer's gradients, between ``unscale_`` and ``update``,
+A scaler keeps its findings on each optimizer's gradients, between ``unscale_`` and ``update``,
 under the optimizer's address, and refuses to be pickled then. The optimizers travel in place of
-their addresses. Otherwise the scale travels as a number, as in the scaler's pickle, from which it
-makes a tensor anew on the device where it is used.
+their addresses. Otherwise the scale travels as a number, as in the scaler's pickle: the scaler
+makes a new tensor of it on the device where it is used.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _STREAMS = ("stderr", "stdout")
 
 
 def read_bar(bar: Any) -> Reading:
-    """Read a bar of tqdm: its attributes, and what it writes with."""
+    """Read a bar of tqdm: its attributes, and the stream that it writes to."""
     attributes = {**vars(bar)}
     writes_to = _stream_of(attributes.pop("fp", None))
     printer = _lengths(attributes.get("sp"))
     if printer is not None:
         del attributes["sp"]
     last = printer[0] if printer is not None else None
-    if "container" in attributes and not _is_widget(bar):  # it was one in the notebook
+    if "container" in attributes and not _is_widget(bar):  # it was a widget in the notebook
         attributes["gui"], last = True, None
-        attributes.pop("colour", None)  # a widget's is a property
+        attributes.pop("colour", None)  # for a widget, a property
     return Reading(make_plain, (type(bar),), _set_bar, (attributes, writes_to, last), turn_into)
 
 
 def _stream_of(written: Any) -> Any:
-    """Return the stream below tqdm's wrapper: the name of a standard one, or a file."""
+    """Return the stream below tqdm's wrapper: the name of a standard stream, or a file."""
     file = vars(written).get("_wrapped", written) if _is_wrapper(written) else written
     return next((name for name in _STREAMS if file is getattr(sys, name)), file)
 
@@ -51,13 +51,13 @@ def _is_wrapper(written: Any) -> bool:
 
 
 def _is_widget(bar: Any) -> bool:
-    """Tell whether a bar is drawn by ipywidgets; ``tqdm.auto`` has two classes."""
+    """Tell whether ipywidgets draws a bar; ``tqdm.auto`` has two classes."""
     kind = attribute_of("tqdm.notebook", "tqdm_notebook")
     return kind is not None and isinstance(bar, kind)
 
 
 def _lengths(printer: Any) -> list[int] | None:
-    """Return the list with the length of a printer's last line; None for another printer.
+    """Return the list in which a printer keeps the length of its last line; else None.
 
     The printer is that of ``tqdm.status_printer``.
     """
@@ -72,7 +72,7 @@ def _lengths(printer: Any) -> list[int] | None:
 
 
 def _set_bar(bar: Any, state: tuple[dict[str, Any], Any, int | None]) -> None:
-    """Set a bar. One that is over has no line, though its class counts it as it is made."""
+    """Set a bar. A finished one has no line, though its class counts it when it is made."""
     attributes, writes_to, last = state
     here = vars(bar)
     before = {name: here[name] for name in ("fp", "sp") if name in here}
@@ -102,11 +102,11 @@ def _set_bar(bar: Any, state: tuple[dict[str, Any], Any, int | None]) -> None:
 
 _FOUND = "_per_optimizer_states"
 _TENSORS = {"_scale": "_init_scale", "_growth_tracker": "_init_growth_tracker"}
-"""By the tensor, the number that a scaler makes it of."""
+"""By name of a scaler's tensor, the number of which the scaler makes it."""
 
 
 def read_scaler(scaler: Any) -> Reading:
-    """Read a ``GradScaler`` at whatever point of an iteration."""
+    """Read a ``GradScaler`` at any point of an iteration."""
     attributes = {**vars(scaler)}
     found: dict[int, Any] = attributes.pop(_FOUND, {})
     of_optimizers = [(optimizer, found[id(optimizer)]) for optimizer in _optimizers_at(found)]
@@ -124,7 +124,7 @@ def read_scaler(scaler: Any) -> Reading:
 
 
 def _optimizers_at(addresses: dict[int, Any]) -> list[Any]:
-    """Return the optimizers at some addresses, by looking through all objects."""
+    """Return the optimizers at some addresses; this looks through all objects."""
     if not addresses:
         return []
     kind = sys.modules["torch.optim"].Optimizer

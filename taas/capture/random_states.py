@@ -1,8 +1,8 @@
 """The states of random generators: of ``random``, NumPy, torch, and the CUDA device.
 
-CUDA's is a state only once CUDA is initialised. Until then torch keeps a queue of what to do to its
-generators; a state that came from elsewhere waits in it, is the state as long as nobody has seeded
-CUDA since, and travels on.
+CUDA's generator has a state only once CUDA is initialised. Until then torch queues the calls that
+seed or set it. A state that came from elsewhere waits in this queue; as long as no call has seeded
+CUDA since, it counts as the state, and travels on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from taas.capture.memory import view_of
 from taas.import_hooks import loaded
 
 _waiting: list[tuple[Callable[[], None], bytes]] = []
-"""The last call that this process has queued to set a state of CUDA's generator, and the state, if
+"""The last call by which this process has queued a state for CUDA's generator, and that state, if
 any.
 """
 
@@ -32,14 +32,14 @@ def _bytes_of(state: Any) -> bytes:
 
 
 def states_of_generators(*, cuda: bool) -> dict[str, Any]:
-    """Return the states of what is loaded; without ``cuda`` where CUDA is only rehearsed."""
+    """Return the states of the loaded libraries; ``cuda`` is false if CUDA is only rehearsed."""
     found: dict[str, Any] = {"random": random.getstate()}
     if (numpy := _having("numpy.random", "get_state")) is not None:
         name, keys, position, has_gauss, cached = numpy.get_state()
         found["numpy"] = (name, keys.tobytes(), position, has_gauss, cached)
     if (torch := _having("torch", "get_rng_state")) is not None:
         found["torch"] = _bytes_of(torch.get_rng_state())
-        state = _cuda_state(torch) if cuda else None  # a seed is part of it
+        state = _cuda_state(torch) if cuda else None  # the state includes the seed
         found |= {"torch seed": torch.initial_seed()} if state is None else {"cuda": state}
     return found
 
@@ -53,11 +53,11 @@ def _cuda_state(torch: Any) -> bytes | None:
 
 
 def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
-    """Set those states that are given, not None; with ``cuda`` that of its current device."""
+    """Set the states that are not None; with ``cuda``, also that of the current CUDA device."""
     states = {name: state for name, state in states.items() if state is not None}
     if "random" in states:
         random.setstate(states["random"])
-    # its random part is loaded at the first use
+    # np.random is loaded at its first use
     if "numpy seed" in states and "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(states["numpy seed"])
     if "numpy" in states and (numpy := _having("numpy.random", "set_state")) is not None:
@@ -73,13 +73,14 @@ def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
 
 
 def _set_cuda_state(torch: Any, data: bytes) -> None:
-    """Set the current device's generator; where CUDA isn't initialised, when the user does that."""
+    """Set the current device's generator, or have it set when CUDA is initialised."""
     state, seed = _byte_tensor(torch, data), torch.initial_seed()
 
     def set_own() -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
 
-    # inside torch's lock: nothing may ask for it again; who initialises does not
+    # torch runs this inside its lock for initialisation. A call into torch must not take the lock
+    # again; one by the thread that initialises does not.
     def set_all() -> None:
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)

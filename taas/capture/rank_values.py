@@ -1,9 +1,9 @@
-"""Plain values that a cell made of its rank: ``rank``, ``device``, ``files[rank::world_size]``.
+"""Plain values that a cell computes from its rank: ``rank``, ``device``, ``files[rank::size]``.
 
-Such a value comes back as rank 0 has it, and nothing in it says so. In a later headed cell every
-rank would take rank 0's: ``if rank == 0`` holds in all of them. So the notebook remembers which
-names a cell has bound by expressions with the rank in them, and a later cell with several ranks
-that reads one gets a line.
+Such a value comes back as rank 0 has it, and nothing in it shows that. In a later headed cell every
+rank would use rank 0's: ``if rank == 0`` would hold in all of them. So the notebook remembers the
+names that a cell has bound through expressions with the rank in them. A later cell with several
+ranks that reads one of them gets a line.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _RANK = frozenset({
     "RANK", "LOCAL_RANK", "process_index", "local_process_index", "is_main_process",
     "is_local_main_process", "is_global_zero",
 })  # fmt: skip
-"""Names, attributes and variables of the environment that say which rank a process is."""
+"""Names, attributes and environment variables that say which rank a process is."""
 _CHOOSE = {
     "ConcatDataset", "DataLoader", "Subset", "TensorDataset", "enumerate", "get", "getenv", "int",
     "islice", "list", "range", "select", "shard", "slice", "sorted", "take", "tuple",
 }  # fmt: skip
-"""Functions that choose parts of data, or hand on what is chosen."""
+"""Functions that choose parts of data, or return what they are given."""
 _OF_DATA = re.compile(r"Dataset|Subset|Loader|Sampler")
 
 _known: dict[str, tuple[int, int]] = {}
-"""In a notebook: names whose value is rank 0's, that value's id, and up to which cell this holds.
+"""In a notebook, by name: the id of a value that is rank 0's, and the last cell for which it holds.
 
-The value itself may be a large part of the data, and must not live longer because it is noted here.
-An id that another object has by now costs a line that is not needed.
+Only the id is kept, because the value may be a large part of the data and must not live longer.
+If another object has this id by now, the only cost is an unneeded line.
 """
 
 
@@ -53,7 +53,7 @@ def rank_values(namespace: dict[str, Any]) -> Iterator[str]:
     """Yield the names whose value is still rank 0's."""
     cells = typed_cells()
     running = max(len(cells) - 1, 0)
-    # each cell is read once, however many names there are
+    # each cell is read once, however many names it binds
     bound_by: dict[str, set[str] | None] = {}
     for name, (number, asked) in [*_known.items()]:
         holds = id(namespace.get(name, _known)) == number
@@ -70,7 +70,7 @@ def rank_values(namespace: dict[str, Any]) -> Iterator[str]:
 
 
 def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
-    """Tell whether a value may be the rank's: it says the rank, or is a part chosen by it."""
+    """Tell whether a value may depend on the rank: it is the rank, or a part chosen by it."""
     device = attribute_of("torch", "device", ())
     if isinstance(value, device):
         return value.index is not None
@@ -100,7 +100,7 @@ def names_of_rank(cell: str, namespace: dict[str, Any]) -> dict[str, bool]:
 
 
 def _is_device_of(node: ast.expr) -> bool:
-    """Tell whether an expression is what an object says of its device (``accelerator.device``)."""
+    """Tell whether an expression is an object's own device (``accelerator.device``)."""
     match node:
         case ast.Attribute(value=ast.Name(id="torch"), attr="device"):
             return False
@@ -112,7 +112,7 @@ def _is_device_of(node: ast.expr) -> bool:
 def _words_of(node: ast.AST, *, but_arguments: bool = False) -> set[str]:
     """Return the names, attributes and texts in an expression.
 
-    ``but_arguments``: not in what it gives to functions, but for those that choose or hand on.
+    ``but_arguments``: leave out arguments of calls, except of functions that choose or return them.
     """
     found = set[str]()
     waiting = [node]

@@ -63,10 +63,10 @@ _ReaderOf = Callable[[Any], Reading | None]
 class Reader:
     """Reads objects of a notebook or of a rank.
 
-    Modules of the ``project`` are read with their data; with ``unwrap``, a wrapper is read as its
+    Modules of the ``project`` are read with their data. With ``unwrap``, a wrapper is read as its
     module.
 
-    It notes the ``modules`` that something was found in.
+    ``modules`` collects the modules in which objects were found by name.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reader:
         }
 
     def reader_of(self, cls: type) -> _ReaderOf | None:
-        """Return what reads objects of a class; None where they go by their names."""
+        """Return the reader for objects of a class; None if they go by their names."""
         if cls not in self._readers:
             self._readers[cls] = self._reader_for(cls)
         return self._readers[cls]
@@ -134,9 +134,9 @@ class Reader:
             return reader
 
         def read(value: Any) -> Reading | None:
-            """Read an object that its class's module holds (``torch.default_generator``) by name.
+            """Read an object by name if its class's module holds it (``torch.default_generator``).
 
-            There is only one of it.
+            Such an object exists once in each process.
             """
             if module not in self._held:
                 self._held[module] = self._held_by(module)
@@ -146,7 +146,7 @@ class Reader:
         return read
 
     def _is_of_project(self, module: str) -> bool:
-        """Tell whether a module is the project's: its data belong to the notebook."""
+        """Tell whether a module is the project's, so that its data belong to the notebook."""
         file = attribute_of(module, "__file__") or ""
         below = bool(self._project) and file.startswith(self._project + "/")
         return below and "site-packages" not in Path(file).parts
@@ -182,9 +182,9 @@ class Reader:
         return read_plain if rule else self._by_protocol
 
     def _method(self, method: Any) -> Reading | None:
-        """Read a bound method; one of an output stream is the receiving stream's own.
+        """Read a bound method; a method of an output stream becomes the receiving stream's.
 
-        That stream has another class.
+        The receiving stream has another class.
         """
         if any(method.__self__ is stream for stream in (sys.stdout, sys.stderr)):
             return Reading(getattr, (method.__self__, method.__name__))
@@ -198,7 +198,7 @@ class Reader:
 
     def _module(self, module: types.ModuleType) -> Reading | None:
         self.modules.add(module.__name__)
-        if isinstance(module, MissingModule):  # the notebook has the module that it stands for
+        if isinstance(module, MissingModule):  # the notebook has the module that this stands for
             return Reading(import_or_stand_in, (module.__name__,))
         if module_named(module.__name__) is not module:
             return self._by_protocol(module)
@@ -209,7 +209,7 @@ class Reader:
         return read_class(cls)
 
     def _function(self, function: types.FunctionType) -> Reading | None:
-        # not a dict that ``exec`` was given
+        # not for functions on a dict that ``exec`` was given
         if function.__globals__ is not self.namespace and "__name__" in function.__globals__:
             self.modules.add(function.__globals__["__name__"])
             reading = read_of_module(function)
@@ -234,7 +234,7 @@ def is_as_sent(value: Any) -> bool:
 
 
 def is_wrapper(cls: type) -> bool:
-    """Tell whether a class wraps modules; the module comes back in the wrapper's place."""
+    """Tell whether a class wraps modules; its module comes back in its place."""
     if attribute_of_class(cls, "__taas_unwrap__"):
         return True
     parallel = loaded("torch.nn.parallel")
@@ -244,13 +244,13 @@ def is_wrapper(cls: type) -> bool:
 
 
 def holds_shards(value: Any) -> bool:
-    """Tell whether this is a model whose parameters are sharded over the ranks."""
+    """Tell whether an object is a model whose parameters are sharded over the ranks."""
     torch = loaded("torch")
     is_model = torch is not None and isinstance(value, torch.nn.Module)
     return is_model and any(is_sharded(type(part)) for part in value.parameters())
 
 
 def _leaves_out(cls: Any) -> bool:
-    """Tell whether torch's own protocol refuses (parametrized modules) or forgets (hooks)."""
+    """Tell whether torch's own protocol refuses objects (parametrized) or drops parts (hooks)."""
     made = getattr(cls.__getstate__, "__module__", "") == "torch.nn.utils.parametrize"
     return made or (cls.__module__, cls.__qualname__) == ("torch.nn.modules.module", "_WrappedHook")

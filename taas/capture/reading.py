@@ -1,11 +1,10 @@
 """What an object consists of: a :class:`Reading`, by pickle's rule.
 
-The rule is pickle's: an object is its class, the arguments it is made with, and its state. An
-object of a Python class is its ``__dict__`` (that very dict, which others may hold) and its slots.
-Whoever defines a protocol of his own is taken at his word. :mod:`reader` chooses who reads what.
-
-Items of containers are put by the methods of the built-in class, so that no method of a subclass
-runs that may need what is not there yet.
+By that rule an object is its class, the arguments that it is made with, and its state. An object of
+a Python class is its ``__dict__`` (that very dict, which other objects may hold) and its slots. A
+class that defines a protocol of its own is trusted. :mod:`reader` chooses the reader for a class.
+Items are put into a container by methods of the built-in class, so that no method of a subclass
+runs before the parts that it may need exist.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from taas.capture.process_own import keep_own
 from taas.import_hooks import attributes_of, may_be_of_project
 
 ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(None)})
-"""Types whose objects are their values: nobody can tell which of two equal ones it is."""
+"""Types whose objects are their values: no code can tell two equal ones apart."""
 
 _POINTER = struct.calcsize("P")
 _Answer = TypeVar("_Answer")
 _HEAP_TYPE = 1 << 9
-"""``Py_TPFLAGS_HEAPTYPE``: made by a ``class`` statement, or as one."""
+"""``Py_TPFLAGS_HEAPTYPE``: the type was made by a ``class`` statement, or in the same way."""
 
 
 class Reading(NamedTuple):
     """How an object is made, and what is put into it.
 
-    ``setter(object, state)`` gives it its state, whatever it had before; a state of None is that of
-    a new object, and no setter means that its class knows no other.
-    ``changer(object, constructor, *arguments)`` makes an object that is there what these make; None
-    where that needs a new object.
+    ``setter(object, state)`` gives it its state, whatever state it had. A state of None is the
+    state of a new object; without a setter, the class knows no other state.
+    ``changer(object, constructor, *arguments)`` turns an existing object into what these make; None
+    if only a new object can be that.
     """
 
     constructor: Callable[..., Any]
@@ -61,9 +60,9 @@ class Reading(NamedTuple):
 
 
 def attribute_of_class(cls: type, name: str) -> Any:
-    """Return what a class, or a base of it, holds under a name; None where none does.
+    """Return what a class, or a base of it, holds under a name; None if none does.
 
-    A metaclass is not asked: its ``__getattr__`` may raise anything for a name that it lacks.
+    This does not ask the metaclass: its ``__getattr__`` may raise anything for a missing name.
     """
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
@@ -73,39 +72,39 @@ def _slot_names(cls: type) -> Iterable[str]:
     try:
         found: Iterable[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
     except Exception:
-        # It has no slots, and its metaclass, which is asked for them, raises what it likes.
+        # It has no slots: the lookup went to its metaclass, which may raise anything.
         return ()
     return found
 
 
 def keeps_pickling_of_object(cls: Any) -> bool:
-    """Tell whether a class leaves ``__reduce_ex__`` and ``__reduce__`` as they are."""
+    """Tell whether a class inherits ``__reduce_ex__`` and ``__reduce__`` of ``object``."""
     return cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
 
 
 def keeps_state_of_object(cls: Any) -> bool:
-    """Tell whether a class leaves ``__getstate__`` as it is."""
+    """Tell whether a class inherits ``__getstate__`` of ``object``."""
     is_set_by_it = attribute_of_class(cls, "__setstate__") is not None
     return cls.__getstate__ is object.__getstate__ and not is_set_by_it
 
 
 def is_only_python(cls: type) -> bool:
-    """Tell whether objects of a class are ``__dict__`` and slots alone, with nothing in C.
+    """Tell whether objects of a class are ``__dict__`` and slots alone, with no data in C.
 
-    It is the size that tells: types written in C may be heap types as well (``select.epoll``).
+    The object's size shows it; types written in C may be heap types as well (``select.epoll``).
     """
-    # negative offsets lie before it
+    # negative offsets lie before the object
     own = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0) + len([*_slot_names(cls)])
     plain = cls.__itemsize__ == 0 and cls.__basicsize__ <= object.__basicsize__ + _POINTER * own
     return plain and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
 def read_insides(value: Any, *members: str) -> tuple[Any, dict[str, Any]]:
-    """Return an object's ``__dict__`` (or None), and its slots and C members with a value."""
+    """Return an object's ``__dict__`` (or None), and its slots and C members that have values."""
     attributes = value.__dict__ if type(value).__dictoffset__ else None
     slots: dict[str, Any] = {}
     for name in (*_slot_names(type(value)), *members):
-        try:  # past ``__getattr__``, which may use slots that are empty yet
+        try:  # not through ``__getattr__``, which may use slots that are still empty
             item = object.__getattribute__(value, name)
         except AttributeError:
             continue
@@ -124,14 +123,14 @@ def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
         object.__setattr__(value, name, item)
     for name in _slot_names(type(value)):
         if name not in slots:
-            with contextlib.suppress(AttributeError):  # it is empty
+            with contextlib.suppress(AttributeError):  # the slot is empty
                 object.__delattr__(value, name)
 
 
 def make_plain(cls: Any) -> Any:
     """Make an empty object of a class; ``__new__`` of a library's class runs.
 
-    It may set up what the methods need. One of the notebook has run already.
+    It may set up what the methods need. ``__new__`` of a notebook's class has run already.
     """
     if cls.__new__ is object.__new__:
         return object.__new__(cls)
@@ -141,17 +140,17 @@ def make_plain(cls: Any) -> Any:
     by: Any = next(base for base in makers if not may_be_of_project(base.__module__))
     try:
         return by.__new__(cls)
-    except TypeError:  # it asks for arguments
+    except TypeError:  # it needs arguments
         return object.__new__(cls)
 
 
 def itself(value: Any) -> Any:
-    """Return what stands in the place of what was read."""
+    """Return the object itself: the constructor of a Reading that stands in for another object."""
     return value
 
 
 def read_plain(value: Any) -> Reading:
-    """Read an object that is its ``__dict__`` and slots."""
+    """Read an object as its ``__dict__`` and slots."""
     return Reading(make_plain, (type(value),), set_insides, read_insides(value), turn_into)
 
 
@@ -162,7 +161,7 @@ def turn_into(value: Any, _: Any, cls: type, *__: Any) -> None:
 
 
 def become(value: Any, constructor: Callable[..., Any], *arguments: Any) -> None:
-    """Make an object of Python classes what a new one is."""
+    """Turn an object of Python classes into what these arguments make."""
     twin = constructor(*arguments)
     value.__class__ = type(twin)
     set_insides(value, read_insides(twin))
@@ -172,7 +171,7 @@ def become(value: Any, constructor: Callable[..., Any], *arguments: Any) -> None
 
 
 def read_reduced(value: Any, reduced: Any) -> Reading | None:
-    """Read an object as its own protocol has it; None for one that goes by its name."""
+    """Read an object by its own protocol; None if it goes by its name."""
     if isinstance(reduced, str):
         return None
     constructor, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
@@ -189,7 +188,7 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
         return Reading(constructor, arguments, changer=changer)
     own = attributes_of(value)
     if type(state) is tuple and len(state) == 2 and state[0] is own:
-        state = {**own}, state[1]  # another one's ``__dict__`` is updated with it
+        state = {**own}, state[1]  # a copy: the setter updates the ``__dict__`` with it
     items = None if items is None else tuple(items)
     entries = None if pairs is None else sum(zip(*pairs, strict=True), ())  # keys, then items
     told = (state, items, entries, setter)
@@ -197,7 +196,7 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
 
 
 def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
-    """Give an object the state that its protocol said, in place of its state and items."""
+    """Give an object the state that its protocol told, in place of its state and items."""
     inner, items, pairs, setter = state
     if (items is not None or pairs is not None) and len(value):
         value.clear()
@@ -226,7 +225,7 @@ def _set_state(value: Any, inner: Any) -> None:
 
 
 def keeps_all_attributes(cls: Any) -> bool:
-    """Tell whether a state is all of an object's ``__dict__``: what it lacks is deleted."""
+    """Tell whether a state has all of an object's ``__dict__``, so that other keys are deleted."""
     is_own = cls in copyreg.dispatch_table or cls.__getstate__ is not object.__getstate__
     return not is_own and keeps_pickling_of_object(cls)
 
@@ -251,10 +250,10 @@ class MissingModule(types.ModuleType):
 
 
 def import_or_stand_in(name: str) -> types.ModuleType:
-    """Import a module; one that isn't there becomes one that says so when it is used."""
+    """Import a module; if that fails, return one that says so when it is used."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a module's own code may raise anything
+    except Exception as error:  # code of a module may raise anything
         found: types.ModuleType | None = module_named(name)
         return found or MissingModule(name, error.with_traceback(_in_module(error.__traceback__)))
 
@@ -263,7 +262,7 @@ _TAAS = f"{Path(__file__).parents[1]}/"
 
 
 def _in_module(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the part of an import's traceback that is in modules, without the values in it."""
+    """Return the part of an import's traceback that is in modules, without the frames' values."""
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith((_TAAS, "<frozen ")):
         tb = tb.tb_next
     traceback.clear_frames(tb)
@@ -273,7 +272,7 @@ def _in_module(tb: types.TracebackType | None) -> types.TracebackType | None:
 def module_named(name: str) -> Any:
     """Return the module of a name, or None.
 
-    It may be an attribute of another module only (``torch.ops.aten``).
+    Some modules are only attributes of others (``torch.ops.aten``).
     """
     found = sys.modules.get(name)
     parent, _, last = name.rpartition(".")
@@ -281,14 +280,14 @@ def module_named(name: str) -> Any:
         return found
     try:
         return getattr(module_named(parent), last, None)
-    except Exception:  # a lazy module lacks what it needs, and raises what it likes
+    except Exception:  # a lazy module may lack what it needs, and raise anything
         return None
 
 
 def module_holding(value: Any, name: str) -> str:
-    """Return the module that an object says it is of, else one that holds it, as pickle does.
+    """Return the module that an object says it is in, else one that holds it, as pickle does.
 
-    Other than pickle, this asks no module for an attribute.
+    Unlike pickle, this does not call a module's ``__getattr__``.
     """
     said = getattr(value, "__module__", None)
     if said is not None:
@@ -306,7 +305,7 @@ def module_holding(value: Any, name: str) -> str:
 
 
 def find(module: str, name: str) -> Any:
-    """Return what a module holds under a name; the module for none."""
+    """Return what a module holds under a name; with an empty name, the module."""
     found = import_or_stand_in(module)
     try:
         return operator.attrgetter(name)(found) if name else found
@@ -318,7 +317,7 @@ def find(module: str, name: str) -> Any:
 
 
 class _Family(NamedTuple):
-    """A built-in container: its items as a tuple, and how they are put into one that has others."""
+    """A built-in container: how to get its items as a tuple, and how to replace its items."""
 
     base: Any
     items: Callable[[Any], tuple[Any, ...]]
@@ -334,7 +333,7 @@ def _of_items(base: Any, extend: Callable[[Any, tuple[Any, ...]], None]) -> _Fam
 
 
 def _of_pairs(base: Any, methods: Any) -> _Family:
-    """Return a family of dicts: the keys, then what they stand for."""
+    """Return a family of dicts: the keys, then the values."""
 
     def put(value: Any, items: tuple[Any, ...]) -> None:
         methods.clear(value)
@@ -362,9 +361,9 @@ _FAMILIES = (
 
 
 def once_per_class(function: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
-    """Remember what a function returns of a class, as long as the class lives.
+    """Cache a function of a class as long as the class lives.
 
-    ``functools.cache`` would keep each class of the notebook alive that a cell has made anew.
+    ``functools.cache`` would keep alive each class that a cell of the notebook has made anew.
     """
     known: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
 
@@ -383,7 +382,7 @@ def _family(cls: Any) -> Any:
 
 
 def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
-    """Return the reader for a container class; None for others, or with an own protocol."""
+    """Return the reader for a container class; None for others, and for an own protocol."""
     family = _family(cls)
     if family is None:
         return None
@@ -418,7 +417,7 @@ VIEWS = {
     for base in (dict, collections.OrderedDict)
     for name in ("keys", "values", "items")
 }
-"""Which method of which class makes a view of a dict."""
+"""The method that makes a view of a dict, by the view's class."""
 
 
 def read_view(view: Any) -> Reading:
@@ -435,18 +434,18 @@ def _make_view(base: Any, name: str, mapping: Any) -> Any:
 
 
 def read_reference(reference: Any) -> Reading:
-    """Read a weak reference; its object lives only if something else there holds it."""
+    """Read a weak reference; its object lives only if another object there holds it."""
     key = (reference.key,) if isinstance(reference, weakref.KeyedRef) else ()
     return Reading(_make_reference, (type(reference), reference(), reference.__callback__, *key))
 
 
 def read_proxy(proxy: Any) -> Reading:
-    """Read a weak proxy, which passes for its object; tqdm's bars hold one of themselves."""
+    """Read a weak proxy, which passes for its object; a tqdm bar holds one of itself."""
     return Reading(weakref.proxy, (proxy.__reduce_ex__.__self__,))
 
 
 def _make_reference(cls: Any, target: Any, callback: Any, *key: Any) -> Any:
-    return cls(set() if target is None else target, callback, *key)  # the set is gone at once
+    return cls(set() if target is None else target, callback, *key)  # a set dies at once
 
 
 # ---------------------------------------------------------------- exceptions
@@ -459,7 +458,7 @@ def read_exception(error: BaseException) -> Reading:
     """Read an exception with cause and context; its class's ``__init__`` does not run again."""
     made: Any = error.__reduce_ex__(4)
     arguments = made[1] if made[0] is type(error) else error.args
-    if isinstance(error, BaseExceptionGroup):  # it may have been given a list that has changed
+    if isinstance(error, BaseExceptionGroup):  # made from a list that may have changed since
         arguments = error.message, error.exceptions
     insides = read_insides(error, *_OF_EXCEPTIONS)
     return Reading(_make_exception, (type(error), arguments), set_insides, insides)
@@ -468,7 +467,7 @@ def read_exception(error: BaseException) -> Reading:
 def _make_exception(cls: Any, arguments: tuple[Any, ...]) -> Any:
     error = cls.__new__(cls, *arguments)
     in_c = next(base for base in cls.__mro__ if not isinstance(base.__init__, types.FunctionType))
-    with contextlib.suppress(TypeError):  # the arguments are those of the class' own __init__
+    with contextlib.suppress(TypeError):  # the arguments are those of its class's own __init__
         in_c.__init__(error, *arguments)
     return error
 
@@ -476,7 +475,7 @@ def _make_exception(cls: Any, arguments: tuple[Any, ...]) -> Any:
 # ---------------------------------------------------------------- files
 
 FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-"""What ``open`` returns."""
+"""The classes of which ``open`` returns objects."""
 
 
 def read_file(file: Any) -> Reading | None:
@@ -496,7 +495,7 @@ def read_file(file: Any) -> Reading | None:
 def _closed_file(
     name: Any, mode: str, buffering: int, encoding: str | None, errors: str | None
 ) -> Any:
-    """Return a closed file, without looking for anything that its name may mean here."""
+    """Return a closed file; no file of this name is opened here."""
     nothing = Path(os.devnull)
     file: Any = nothing.open(mode.replace("x", "w"), buffering, encoding, errors)
     with file:

@@ -1,14 +1,13 @@
-"""Setup cells: each process that starts for a run runs them as the notebook did.
+"""Setup cells: each process that starts for a run runs them, as the notebook did.
 
-What they do to libraries is there then.
+So each process has what they do to libraries.
 
-A library's registry (accessors, resolvers, representers, converters) has no form in which it could
-travel. So the cell that fills it runs again, in the order of the notebook, before the names arrive,
-which may need it.
+A library's registry (accessors, resolvers, representers, converters) cannot travel. So the cell
+that fills it runs again, in the notebook's order, before the names arrive, which may need it.
 
-A rank that stays runs what is new before its next cell. The notebook forgets a cell by
-:func:`forget_all` only; the cell that is run again, edited or not, takes the place of what it was
-before, and its turn is then the last, as in the notebook.
+A kept rank runs the new setup cells before its next cell. The notebook forgets cells through
+:func:`forget_all` only. A setup cell that runs again in the notebook, edited or not, replaces its
+earlier version, and moves to the end of the order, as in the notebook.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from taas.errors import CaptureError
 class SetupCell(NamedTuple):
     """One setup cell, as it ran in the notebook."""
 
-    run: int  # which run of a setup cell it was, counted over the notebook's
+    run: int  # the number of this run among the notebook's runs of setup cells
     number: int  # the notebook's ``In[n]``
     text: str
 
     @property
     def file(self) -> str:
-        """What tracebacks call it."""
+        """Its file name in tracebacks."""
         return f"Cell In[{self.number}]"
 
     @property
     def lines(self) -> list[str]:
-        """Its text."""
+        """Its source lines."""
         return self.text.splitlines(keepends=True)
 
 
 # ---------------------------------------------------------------- in the notebook
 
 _cells: dict[str, SetupCell] = {}
-"""By what identifies the cell in the notebook, in the order in which they ran last."""
+"""By the cell's identity in the notebook, in the order of their last runs."""
 _runs = itertools.count(1)
 
 
 def remember(identity: str, number: int, text: str) -> None:
-    """Let processes that start from now on run a cell, which has run well in the notebook."""
+    """Let processes that start from now on run a cell, which has succeeded in the notebook."""
     forget(identity)
     _cells[identity] = SetupCell(next(_runs), number, text)
 
@@ -68,7 +67,7 @@ def forget_all() -> int:
 
 
 def setup_cells() -> list[SetupCell]:
-    """Return the cells that new processes run, the first one first."""
+    """Return the cells that new processes run, in order."""
     return [*_cells.values()]
 
 
@@ -81,8 +80,8 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
     """Run the setup cells that are new to this process, without their output.
 
     Raises:
-        CaptureError: one failed, which it did not in the notebook; its cause is what the cell
-            raised.
+        CaptureError: a cell failed here that succeeded in the notebook; its ``__cause__`` is the
+            cell's exception.
     """
     for cell in cells:
         if cell.run in _done:
@@ -93,10 +92,10 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
                 code = compile(cell.text, cell.file, "exec", flags, dont_inherit=True)
                 exec(code, namespace)  # noqa: S102  the user's own
         except Exception as error:
-            # from the cell's line on
+            # without this frame: from the cell's line on
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             raise _failed(cell, error) from error
-        # Only now: a rank that stays runs a cell again that failed, or was interrupted.
+        # Only now, so that a kept rank runs a cell again that failed or was interrupted.
         _done.add(cell.run)
 
 

@@ -2,13 +2,13 @@
 
 torch's own reduction copies a storage into bytes several times, and pickle's protocol 5 sends each
 array's memory separately, so that views no longer share it. This module imports torch and NumPy
-only to rebuild: where they are not loaded there is nothing of theirs.
+only to rebuild objects: if they are not loaded, no object is theirs.
 
-A value that is sharded over ranks is whole where this rank has all of it, else nothing of it
-travels: a pickle of a DTensor holds this rank's shard under the whole's shape.
+A value that is sharded over ranks travels whole if this rank has all of it, and else not at all: a
+pickle of a DTensor would hold this rank's shard under the shape of the whole.
 
-An array of objects is what its own protocol says, a view of one with objects of its own. The memory
-of a file (``np.memmap``) stays there.
+An array of objects is read by its own protocol, a view of one with copies of its objects. The
+memory of a file (``np.memmap``) stays in the file.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def is_tensor(value: Any) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """Return the storage that a tensor is a dense view of; None for any other tensor.
+    """Return the storage that a tensor is a dense view of, in host or CUDA memory.
 
-    It is in host or CUDA memory.
+    Return None for any other tensor.
     """
     torch = sys.modules["torch"]
     dense = (
@@ -62,7 +62,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first and the end byte that a tensor uses of its storage."""
+    """Return the first byte that a tensor uses of its storage, and the end of the last."""
     if not (count := tensor.numel()):
         return 0, 0
     size, start = tensor.element_size(), tensor.storage_offset()
@@ -73,7 +73,7 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def content_of(value: Any) -> Reading | None:
-    """Read a plain array or tensor that a protocol made, with a copy of its memory; or None."""
+    """Read a plain array or tensor that a protocol made, with a copy of its memory; else None."""
     if is_array(value):
         return None if value.dtype.hasobject else Reading(pickle.loads, (pickle.dumps(value, 5),))
     return _copy_of_tensor(value) if is_tensor(value) else None
@@ -126,7 +126,7 @@ def _read_tensor(tensor: torch.Tensor) -> Reading | None:
         if (storage := storage_of(tensor)) is None:
             return _read_other_tensor(tensor)
         if hasattr(tensor, "_fsdp_flattened") or hasattr(tensor._base, "_fsdp_flattened"):
-            # FSDP1 has put it in a parameter's place, or nothing
+            # FSDP1 has put this shard, or nothing, in the place of a parameter
             raise pickle.PicklingError(ONLY_A_SHARD)
         memory = memory_of_storage(storage)
         memory.spans.append(span_of(tensor))
@@ -181,7 +181,7 @@ def _make_other(cls: Any, constructor: Callable[..., Any], arguments: tuple[Any,
 def _made_by(constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     made = constructor(*arguments)
     torch: Any = sys.modules["torch"]
-    # else torch keeps it, for the torch.load to come
+    # otherwise torch keeps the tensor for a later torch.load to validate
     torch._utils._validate_loaded_sparse_tensors()
     return made
 
@@ -194,7 +194,7 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
         if not tensor.is_leaf:
             return
         tensor.requires_grad_(requires_grad)
-        if tensor.grad is not grad:  # one that it has may have another dtype by now
+        if tensor.grad is not grad:  # a present gradient may have another dtype
             tensor.grad = (
                 grad if grad is None or grad.device == tensor.device else grad.to(tensor.device)
             )
@@ -205,7 +205,7 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
 
 
 def _change_tensor(tensor: Any, _: Any, cls: Any, *arguments: Any) -> None:
-    """Change the view of a tensor; one that the cell moved stays on its device.
+    """Change the view of a tensor; if the cell moved it, it stays on its device.
 
     It gets the new values there.
     """
@@ -215,7 +215,7 @@ def _change_tensor(tensor: Any, _: Any, cls: Any, *arguments: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if type(tensor) is not cls:
             tensor.requires_grad_(False)
-            tensor.__class__ = cls  # as lazy modules do
+            tensor.__class__ = cls  # lazy modules do the same
         moved_away = str(tensor.device) != arguments[-1]
         if moved_away and data.shape == tensor.shape and data.dtype == tensor.dtype:
             tensor.copy_(data)
@@ -243,7 +243,7 @@ def _read_storage(storage: Any) -> Reading | None:
 
 
 def is_sharded(cls: type) -> bool:
-    """Tell whether tensors of a class hold one rank's part of a value."""
+    """Tell whether a tensor of this class holds one rank's part of a value."""
     names = (
         f"{c.__module__.replace('tensor._api', 'tensor')}.{c.__qualname__}" for c in cls.__mro__
     )
@@ -285,7 +285,7 @@ def is_array(value: Any) -> bool:
 
 
 def array_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
-    """Return what reads arrays of a class, or None: it is none, or has a protocol of its own."""
+    """Return the reader for arrays of a class; None for other classes and for own protocols."""
     numpy = loaded("numpy")
     if numpy is None or not hasattr(numpy, "ndarray"):
         return None
@@ -315,7 +315,7 @@ def _reach(array: Any) -> tuple[int, int]:
 
 
 def _root(array: Any) -> Any:
-    """Return the root of array views, past the stand-ins that ``as_strided`` leaves."""
+    """Return the root of array views, past the stand-ins that ``as_strided`` makes."""
     while True:
         base = array.base
         if hasattr(base, "__array_interface__") and not is_array(base):
@@ -328,7 +328,7 @@ def _root(array: Any) -> Any:
 def _memory_of(array: Any, root: Any) -> MemoryRange | None:
     """Return the memory that an array looks into; None if it has none.
 
-    It is a tensor's, or that of the root of views.
+    The memory is a tensor's, or that of the root of the views.
     """
     low, end = _reach(array)
     if not root.nbytes:
@@ -337,7 +337,7 @@ def _memory_of(array: Any, root: Any) -> MemoryRange | None:
     if is_tensor(root.base) and root.base.device.type == "cpu":
         memory = memory_of_storage(root.base.untyped_storage())
     elif isinstance(raw, ctypes.Array) and hasattr(raw, "owner"):
-        # it came, and may be more than is used
+        # the array came with it; it may be larger than the array
         memory = MemoryRange(ctypes.addressof(raw), ctypes.sizeof(raw), raw)
     else:
         first, last = _reach(root)
@@ -365,7 +365,7 @@ def _read_array(array: Any) -> Reading | None:
 
 
 def _read_dtype(dtype: Any) -> Reading | None:
-    """Read a dtype that its name says by that: so it is the one that NumPy itself has."""
+    """Read a dtype by its name if the name says all, so that it is NumPy's own object."""
     import numpy as np
 
     by_name = dtype.metadata is None and dtype.names is None and np.dtype(dtype.str) is dtype
@@ -376,7 +376,7 @@ def _insides(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any]:
     if not type(array).__dictoffset__ and array.flags.writeable:
         return _set_array, None
     attributes, slots = read_insides(array)
-    if attributes and "_mmap" in attributes:  # a memmap's, which is its process' own
+    if attributes and "_mmap" in attributes:  # a memmap's, which belongs to its process
         attributes = {name: item for name, item in attributes.items() if name != "_mmap"}
     return _set_array, (attributes, slots, array.flags.writeable)
 
@@ -405,9 +405,9 @@ def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
 
 
 def _is_of_file(root: Any) -> bool:
-    """Tell whether an array's memory is a file's.
+    """Tell whether an array's memory belongs to a file.
 
-    A private copy (mode ``c``) is not, nor that of a file without a name.
+    That of a private copy (mode ``c``) does not, nor that of a file without a name.
     """
     mapped = isinstance(root, sys.modules["numpy"].memmap) and isinstance(root.base, mmap.mmap)
     return (
@@ -416,7 +416,7 @@ def _is_of_file(root: Any) -> bool:
 
 
 def _read_file(root: Any) -> Reading:
-    mode = root.mode.replace("w", "r")  # ``w+`` would empty it
+    mode = root.mode.replace("w", "r")  # ``w+`` would truncate the file
     order = "C" if root.flags.c_contiguous else "F"
     where = (str(root.filename), root.dtype, mode, root.offset, root.shape, order)
     return Reading(_open_file, (type(root), *where), *_insides(root))
@@ -425,5 +425,5 @@ def _read_file(root: Any) -> Reading:
 def _open_file(
     cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: Any, order: str
 ) -> Any:
-    """Map a file; what a rank writes that must not write to it is its own."""
+    """Map a file; a rank that must not write to the file writes to a private copy of its pages."""
     return cls(file, dtype, "c" if mode != "r" and is_closed(file) else mode, offset, shape, order)
