@@ -1,6 +1,6 @@
-"""What each process of a delivery is told when it starts.
+"""The configuration of each process of a delivery, which it reads when it starts.
 
-The secrets of a run are in it, so it never stands on a command line.
+It holds the secrets of a run, so it never appears on a command line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Keys(msgspec.Struct, frozen=True):
     """The secrets of one run's delivery."""
 
     server_public: str  # the coordinator's CURVE pair
-    server_secret: str  # of which peers get an empty secret
+    server_secret: str  # empty in what peers get
     clients: dict[str, tuple[str, str]]
     """The key pair with which a peer proves itself, by ``Peer.holder``; no other peer has it."""
     mac: bytes  # key of the MAC over each element's header on the data path
@@ -54,8 +54,8 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """Where a loader continues after a restart."""
 
     iteration: int  # which iter(), from 0
-    step: int  # the lowest one of it that not every rank had asked beyond
-    taken: int  # steps that were taken of the iterations before
+    step: int  # the lowest step of it that not every rank has asked beyond
+    taken: int  # steps of earlier iterations that were taken
 
 
 class Delivered(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,34 +70,34 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
 
 ALONE_SECONDS = 300.0
 Uneven = Literal["drop", "pad", "raise"]
-"""What happens to an incomplete last row."""
+"""How to treat an incomplete last row."""
 
 
 class DeliveryConfig(msgspec.Struct, frozen=True):
-    """What all processes of a delivery are told; the coordinator is told nothing else."""
+    """The configuration that all processes of a delivery share; the coordinator gets no other."""
 
-    keys: Keys  # the coordinator gets all of them; see for_peers for the others
+    keys: Keys  # the coordinator gets all of them; for_peers gives the others theirs
     ranks: int  # world size N
-    slab: int  # bytes of elements under way or held, per rank: the stated bound of memory
+    slab: int  # bytes of elements under way or held, for each rank: the documented bound of memory
     folder: str = ""
     """A private folder with this host's sockets; empty: ranks and data workers share no memory."""
-    host: str = "127.0.0.1"  # address for the coordinator to listen on where there is no folder
-    endpoint: str = ""  # where it listens, once that is known
+    host: str = "127.0.0.1"  # the coordinator's address to listen on if there is no folder
+    endpoint: str = ""  # where it listens, once it does
     encrypt: bool = True  # CURVE on the data path between hosts
     uneven: Uneven = "drop"
     units: dict[str, int] = {}  # elements per loader name, "*" for all
-    prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
+    prebuffer: int | None = None  # elements ready before ranks start; None: two for each rank
     hosts: int = 1  # data VMs that will join
     # seconds that ranks wait without any data worker: another VM may be on its way
     alone: float = ALONE_SECONDS
     silence: float = 20.0  # seconds until a data VM counts as lost; on this host its pool is killed
-    patience: float = 30.0  # seconds that the planner has to report the generators' final states
+    patience: float = 30.0  # seconds for the planner to report the generators' final states
     places: dict[str, ResumePoint] = {}  # where loaders continue in a run that was started again
 
     def for_peers(self, endpoint: str, *holders: str) -> DeliveryConfig:
-        """Return what the peers with these names are told.
+        """Return the configuration for the peers with these names.
 
-        That is the coordinator's address and their own keys, of all keys.
+        It has the coordinator's address, and only these peers' keys.
         """
         clients = {holder: self.keys.clients[holder] for holder in holders}
         keys = msgspec.structs.replace(self.keys, server_secret="", clients=clients)
@@ -118,7 +118,7 @@ class DataOrder(Message, frozen=True):
     vm: int = 0  # number of this data VM; the replacement of a lost one has a new number
     processes: int = 0  # workers that the pool forks; 0 for the planner
     payload: str = ""  # path of the memory file with the packed loaders; its agent fills it in
-    rehearsed: bool | None = None  # whether the run's ranks on this VM are; None: it gets no ranks
+    rehearsed: bool | None = None  # whether this VM's ranks are rehearsed; None: it has no ranks
 
     @property
     def plans(self) -> bool:

@@ -1,9 +1,9 @@
 """A rank's connection to its data workers and the coordinator.
 
-zmq's own I/O thread receives while the rank computes; the connection is drained when the rank asks
-for an element. Data workers make an element at least once, and the rank yields it exactly once: it
-drops copies of elements that it has received or yielded before. ``Holdings`` tracks the memory of
-yielded elements until it is free again.
+zmq's own I/O thread receives messages while the rank computes; the rank drains the connection when
+it asks for an element. Data workers make an element at least once, and the rank yields it exactly
+once: it drops copies of elements that it has received or yielded before. ``Holdings`` tracks the
+memory of yielded elements until it is free again.
 """
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ class Holdings:
 
     def __init__(self, slabs: Slabs | None, limit: int) -> None:
         self._slabs, self._limit = slabs, limit
-        # numbers of elements, and bytes of their slots, that are not held any more
+        # numbers of elements that are no longer held, with the bytes of their slots
         self.freed: deque[tuple[int, int]] = deque()
         self._held = 0
 
     def release(self, element: Element) -> None:
-        """Note that this element's memory is not used."""
+        """Note that the memory of an element is no longer used."""
         self.freed.append((element.arrival.number, 0))
 
     def build(self, element: Element) -> Any:
         """Return the element's object.
 
-        Its memory is the slot itself, or beyond the limit a copy.
+        Its memory is the slot itself; beyond the limit, a copy.
         """
         arrival, slabs = element.arrival, self._slabs
         if arrival.offset < 0 or not arrival.used:
@@ -106,7 +106,7 @@ class Holdings:
             assert slabs is not None
             slabs.fault_in(arrival.offset, arrival.capacity)
             self._held += arrival.capacity
-            # it may run in any thread: append is atomic
+            # a finalizer may run in any thread: append is atomic
             freed = partial(self.freed.append, (arrival.number, arrival.capacity))
             memory = lease_slot(slabs, arrival.offset, arrival.capacity, freed)
         return decode(element.stream, memory)
@@ -120,10 +120,10 @@ class Holdings:
             return None
         assert slabs is not None
         slabs.fault_in(arrival.offset, arrival.capacity)
-        # Two events free the slot: the loop takes the element, and its memory is not used any more.
-        # The second one happens in any thread, and comes first if pinning copied all of it.
-        # Whichever comes last gives the slot back. The slot of an element that is never taken is
-        # not given back here: closing the plan does that.
+        # Two events free the slot: the loop takes the element, and its memory falls out of use. The
+        # second one happens in any thread, and comes first if pinning has copied all of it. The
+        # later one gives the slot back. If the loop never takes the element, the slot is not given
+        # back here: closing the plan does that.
         events = itertools.count()
 
         def note() -> None:
@@ -158,21 +158,21 @@ def _memory_of_frame(element: Element) -> Any:
 
 @dataclass(slots=True)
 class _Iteration:
-    """What has arrived of a plan."""
+    """The elements of a plan that have arrived."""
 
-    ready: dict[int, Element] = field(default_factory=dict)  # elements by their number in it
+    ready: dict[int, Element] = field(default_factory=dict)  # by number in the plan
     next: int = 0  # the step that the loader asks for next; elements of earlier steps are dropped
-    ended: Ended | None = None  # how the iteration ends, once that is known
+    ended: Ended | None = None  # how the iteration ends; None until that is known
 
     def take(self, seq: int, step: int) -> Element | Ended | None:
-        """Return the element of a step or how the iteration ended before it; None: not here yet."""
+        """Return a step's element, or how the iteration ended before it; None: not here yet."""
         if self.ended is not None and step >= self.ended.steps:
             return self.ended
         return self.ready.pop(seq, None)
 
 
 class DeliveryConnection:
-    """All delivery of one rank.
+    """One rank's side of the delivery.
 
     Data VMs elsewhere reach the rank at ``host``. One thread at a time uses the sockets.
     """
@@ -180,10 +180,10 @@ class DeliveryConnection:
     def __init__(self, config: DeliveryConfig, rank: int, host: str) -> None:
         self.config, self._rank = config, rank
         self._lock = threading.Lock()  # its holder may use the sockets
-        self._left = deque[PlanProgress]()  # of loops that were left
-        self.places: dict[str, ResumePoint] = {}  # of loaders that do not begin at their start
+        self._left = deque[PlanProgress]()  # loops that the program has left
+        self.places: dict[str, ResumePoint] = {}  # for loaders that do not begin at their start
         self.begun = False  # whether any loader has begun
-        self.waited = 0.0  # seconds spent waiting in all
+        self.waited = 0.0  # total seconds spent waiting
         self.facts: dict[str, tuple[int, LoaderFacts]] = {}  # by name, with the loader's number
         try:
             slabs = map_slabs(config.folder)
@@ -258,7 +258,7 @@ class DeliveryConnection:
             return element
 
     def peek(self, plan: int, step: int) -> Element | None:
-        """Return this rank's element of a step if it is here; it is not taken."""
+        """Return this rank's element of a step if it has arrived, without taking it."""
         with self._lock:
             iteration = self._iterations.get(plan)
             return None if iteration is None else iteration.ready.get(self._seq(step))
@@ -267,9 +267,9 @@ class DeliveryConnection:
         return step * self.config.ranks + self._rank
 
     def close(self, plan: int, consumed: int, asked: int) -> None:
-        """Drop what has arrived of a plan, whose loop has asked for ``asked`` steps.
+        """Drop the elements of a plan; its loop has asked for ``asked`` steps.
 
-        Any thread may call it at any moment, since a garbage collection may.
+        Any thread may call it at any moment, because a garbage collection may.
         """
         self._left.append(PlanProgress(plan, consumed, asked, closed=True))
         # if another call has the lock, that call or the next one closes the plan
@@ -307,7 +307,7 @@ class DeliveryConnection:
         self._drain()
 
     def _drain(self) -> None:
-        """Take in what has arrived, up to a number of messages, to bound the caller's wait."""
+        """Read the messages that have arrived, up to a number that bounds the caller's wait."""
         self._drained = time.perf_counter()
         if self._receiver.gate is not None:
             self._receiver.gate.answer()
@@ -333,14 +333,14 @@ class DeliveryConnection:
             if arrival.plan not in self._closed:
                 iteration = self._iterations[arrival.plan]
                 step = arrival.seq // self.config.ranks
-                if step >= iteration.next:  # else it was yielded already
+                if step >= iteration.next:  # otherwise it was yielded already
                     element = Element(arrival, streams[start:end], frame)
                     iteration.ready.setdefault(arrival.seq, element)
             start = end
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Ended):
-            if message.plan in self._iterations:  # else it was closed meanwhile
+            if message.plan in self._iterations:  # otherwise it was closed meanwhile
                 self._iterations[message.plan].ended = message
         elif isinstance(message, Hello):
             self.facts = {

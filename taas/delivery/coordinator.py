@@ -54,16 +54,16 @@ _decode = {
     "worker": MessageReader(FromWorker),
     "rank": MessageReader(FromRank),
 }
-"""By role, so that a peer can only send the messages of its own role."""
+"""By role: a peer can only send the messages of its role."""
 _TICK = 0.25
 _END_SECONDS = 4.0
-"""A coordinator may take so long to end."""
+"""Seconds for a coordinator to end."""
 _RATE_SECONDS = 2.0
-"""Rates are measured over so long a time at least."""
+"""Rates are measured over at least that many seconds."""
 
 
 class ProgressMeter:
-    """Reads from the ledger what to report: progress, and when the ranks may begin."""
+    """Reads from the ledger what to report: the progress, and that the ranks may begin."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -82,7 +82,7 @@ class ProgressMeter:
             report(progress)
 
     def progress(self, now: float) -> ProgressReport:
-        """Return how far the delivery is."""
+        """Return the progress of the delivery at ``now``."""
         ledger = self._ledger
         loaders = ledger.plans.loaders
         delivered = sum(loader.delivered for loader in loaders)
@@ -113,7 +113,7 @@ class ProgressMeter:
         )
 
     def _lacks(self, loader: LoaderState) -> int:
-        """Return how many more elements must be made before the ranks begin."""
+        """Return how many more elements have to be made before the ranks begin."""
         asked = self._ledger.plans.prebuffer_rows * loader.ranks
         return min(asked, loader.count_planned() or 1) - loader.ready
 
@@ -140,13 +140,13 @@ class Coordinator:
         self._loop.on(self._server.gate.socket, self._server.gate.answer)
         if self._slab_server is not None:
             self._loop.on(self._slab_server.fileno(), self._slab_server.answer)
-        # Ticks, not seconds: when this process was paused (a container's freezer), seconds would
-        # count against the pools.
+        # Ticks, not seconds: if this process was paused (by a container's freezer), the seconds
+        # would count against the pools.
         self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
         """The tick at which each data VM's worker pool was last heard.
 
-        None: it counts as lost, even if more of its messages arrive.
+        None: the VM counts as lost, even if more of its messages arrive.
         """
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
@@ -164,7 +164,7 @@ class Coordinator:
         """The planner and the workers that have ended, some before their Hello arrived."""
         self._since_worker = time.monotonic()
         self._final_by: float | None = None
-        """Until then the planner has to report the generators; None while the ranks run."""
+        """The planner has to report the generators by then; None while the ranks run."""
         self._unread = b""
         self._next_tick = 0.0
         self._over = False
@@ -173,7 +173,7 @@ class Coordinator:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
     def serve(self, commands: int) -> None:
-        """Serve until the descriptor ``commands`` is at its end or the last report was sent."""
+        """Serve until the descriptor ``commands`` is at its end, or the last report was sent."""
         self._loop.on(commands, lambda: self._obey(os.read(commands, 65536)))
         try:
             while not self._over:
@@ -195,7 +195,7 @@ class Coordinator:
         for peer, data in self._server.receive(1000):
             try:
                 message = _decode[peer.role](data)
-            except Unreadable:  # a message that its role does not send
+            except Unreadable:  # a message that this role may not send
                 continue
             self._handlers[type(message)](peer, message)
 
@@ -222,7 +222,7 @@ class Coordinator:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, now: float) -> None:
-        """The ranks have ended: ask the planner where the loaders' generators are now."""
+        """Ask the planner, after the ranks' end, where the loaders' generators are now."""
         self._final_by = now + self.config.patience
         self._meter.tell(now, self._report)
         begun = [
@@ -236,7 +236,7 @@ class Coordinator:
     def _finish_without(self, why: str) -> None:
         """End without the planner's answer.
 
-        The generators' states are not worth a run that does not end.
+        A run has to end even if the generators' states get lost.
         """
         begun = [loader.facts.name for loader in self.ledger.plans.loaders if loader.last_begun]
         self._end(Final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}")))
@@ -255,7 +255,7 @@ class Coordinator:
 
     @property
     def _has_all(self) -> bool:
-        """Return whether the data side is not needed any more."""
+        """Return whether the ranks need the data side no more."""
         return self._final_by is not None or self.ledger.plans.is_over
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
@@ -280,7 +280,7 @@ class Coordinator:
         elif hello.error:
             self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
         elif self._hear(peer.pool) and peer.role == "worker" and peer not in self._lost:
-            self.ledger.add_worker(peer, hello.shared)  # else this was said before it was lost
+            self.ledger.add_worker(peer, hello.shared)  # otherwise its Hello came after its loss
 
     def _on_planner(self, hello: Hello) -> None:
         if hello.error:
@@ -309,8 +309,8 @@ class Coordinator:
         if self._heard.get(pool, 0) is not None and not self._has_all:
             self._report(HostLost(pool.number, cause))
         self._heard[pool] = None
-        # While the pool of this host has not ended, its workers may still write to the slabs. The
-        # system kills them with it.
+        # While this host's pool has not ended, its workers may still write to the slabs. The system
+        # kills them with the pool.
         if ended or not self.config.folder:
             for worker in [name for name in self.ledger.workers if name.pool == pool]:
                 self.ledger.worker_lost(worker, -1, "its data VM is gone")
@@ -343,7 +343,7 @@ class Coordinator:
         The report says where a restarted run continues.
         """
         self._receive()
-        with contextlib.suppress(BrokenPipeError):  # the supervisor may be what is gone
+        with contextlib.suppress(BrokenPipeError):  # the supervisor itself may be gone
             self._report(self._meter.progress(time.monotonic()))
 
 
@@ -355,9 +355,9 @@ def _report_to_stdout(message: Report) -> None:
 
 if __name__ == "__main__":
     first = read_line(0)
-    if first:  # else the run ended before its configuration was sent
+    if first:  # otherwise the run ended before its configuration was sent
         raise_limit()
         _linux.set_parent_death_signal(signal.SIGKILL)
         gc.collect()
-        gc.freeze()  # so that collections only look at tickets, and stay short
+        gc.freeze()  # collections then look at tickets only, and stay short
         Coordinator(msgspec.json.decode(first, type=DeliveryConfig), _report_to_stdout).serve(0)

@@ -225,7 +225,7 @@ def _dense_order(tensor: torch.Tensor) -> list[int] | None:
 def encode(element: Any, region: RawRegion) -> bytes | None:
     """Return the pickle, or None if the region is too small.
 
-    cloudpickle pickles what ``pickle`` cannot.
+    cloudpickle pickles objects that ``pickle`` cannot.
     """
     file = io.BytesIO()
     used, needed = region.used, region.needed
@@ -240,7 +240,7 @@ def encode(element: Any, region: RawRegion) -> bytes | None:
 
 
 class PackedElement(NamedTuple):
-    """An element as it travels: its pickle, and its memory."""
+    """An element in the form in which it travels: its pickle, and its memory."""
 
     stream: bytes
     memory: np.ndarray[Any, Any]
@@ -277,10 +277,7 @@ _classes: dict[str, Any] = {}
 
 
 def _notebook_class(qualname: str, pickled: bytes) -> Any:
-    """Return the rank's own class of that name, or the one that travelled.
-
-    With its own class ``isinstance`` holds.
-    """
+    """Return the rank's own class of that name, so that ``isinstance`` holds; else the sent one."""
     found: Any = sys.modules.get("__main__")
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -301,5 +298,5 @@ def decode(stream: Any, exporter: Any) -> Any:
         return pickle.loads(stream)
     finally:
         _memory.exporter = None
-        # else torch keeps a list of them until the next torch.load
+        # otherwise torch keeps a list of them until the next torch.load
         torch._utils._validate_loaded_sparse_tensors()

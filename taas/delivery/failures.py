@@ -22,11 +22,11 @@ from taas.errors import DeliveryError
 
 _OWN = f"{Path(__file__).parent.parent}/"
 _FETCHES = ("torch/utils/data/_utils/fetch.py", "torch/utils/data/_utils/worker.py")
-"""Files of torch between a data worker's frames and the user's."""
+"""torch's files between a data worker's frames and the user's."""
 
 
 class _Line(NamedTuple):
-    """Where a frame stood.
+    """A frame's position.
 
     It is a range of lines and of columns (in bytes) in a file, with the function's name and first
     line.
@@ -48,8 +48,8 @@ class _Raised(NamedTuple):
     kind: str
     text: str
     lines: list[_Line]
-    name: str | None  # the name that a NameError does not find; pickle leaves it out
-    # it is the __cause__ of the exception before it in the chain, not its __context__
+    name: str | None  # of a NameError; pickle leaves it out
+    # it is the __cause__ of the previous exception in the chain, not its __context__
     is_cause: bool
 
 
@@ -60,7 +60,7 @@ def pack_failure(error: BaseException, where: str) -> bytes:
 
 
 def raise_remote(packed: bytes) -> NoReturn:
-    """Raise what user code raised on the data side.
+    """Raise the exception that user code raised on the data side.
 
     It unpickles, so the caller has authenticated ``packed``.
     """
@@ -83,9 +83,9 @@ def raise_remote(packed: bytes) -> NoReturn:
 
 
 def chain_of(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """Yield an exception with its causes and contexts, as Python shows them.
+    """Yield an exception with its causes and contexts, in the order in which Python shows them.
 
-    Each comes with whether it is the cause of the one before.
+    With each comes whether it is the cause of the previous one.
     """
     seen = set[int]()
     one: BaseException | None = error
@@ -111,7 +111,7 @@ def _pack(error: BaseException, *, is_cause: bool) -> _Raised:
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
         pickle.loads(pickled)  # type: ignore[arg-type]
-    except Exception:  # the user's own class may raise anything when it is pickled
+    except Exception:  # pickling an object of the user's own class may raise anything
         pickled = None
     name = error.name if isinstance(error, NameError) else None
     text = "".join(traceback.format_exception_only(error)).strip()
@@ -142,10 +142,10 @@ def _line_of(entry: types.TracebackType) -> _Line:
 
 
 def _rebuilt(raised: _Raised, *, is_first: bool) -> BaseException:
-    """Return an exception again, or a DeliveryError in its place.
+    """Return the exception, or a DeliveryError in its place.
 
-    That is for exceptions that cannot be rebuilt, and for those that would end a loop or the cell
-    silently (SystemExit, StopIteration).
+    That replaces exceptions that cannot be rebuilt, and those that would silently end a loop or the
+    cell (StopIteration, SystemExit).
     """
     error: Any = None if raised.pickled is None else pickle.loads(raised.pickled)
     if isinstance(error, NameError):
@@ -167,7 +167,10 @@ def _traceback_at(lines: list[_Line]) -> types.TracebackType | None:
 
 
 def _entry_at(line: _Line) -> types.TracebackType:
-    """Run code that raises and that Python takes for this range of a file; return its entry."""
+    """Return a traceback entry for a range of a file.
+
+    It compiles code whose positions are this range, and lets it raise.
+    """
     name = ast.Name("Exception", ast.Load())
     statement = ast.Raise(name)
     above = line.first - 1  # a code object counts lines from its first one

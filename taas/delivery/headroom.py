@@ -13,13 +13,13 @@ from taas.delivery.plans import Plans
 from taas.delivery.slab import SlotTable, slot_size
 
 _AHEAD = 1024
-"""At most so many elements are under way or ready for one rank and loader."""
+"""The most elements under way or ready for one rank and loader."""
 _ALWAYS = 2
-"""So many elements of a plan may be under way or ready for a rank in any case."""
+"""The number of elements of a plan that may always be under way or ready for a rank."""
 _LEAST = 1 << 10
-"""An element of a stream counts for so many bytes at least."""
+"""The least bytes that an element of a stream counts for."""
 _BEGIN = 4 << 20
-"""So many bytes are made ahead at first, until a rank had to wait."""
+"""The bytes that workers make ahead at first, until a rank had to wait."""
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class RankState:
 
     slots: SlotTable
     waited: float = 0.0
-    targets: dict[int, int] = field(default_factory=dict)  # enough elements ahead, by loader
-    blocked: set[int] = field(default_factory=set)  # plans whose target held an idle worker back
+    targets: dict[int, int] = field(default_factory=dict)  # elements to make ahead, by loader
+    blocked: set[int] = field(default_factory=set)  # plans whose target kept a worker idle
 
 
 class Pace:
@@ -57,7 +57,7 @@ Reserve = Callable[[int, int], int]
 
 
 class Headroom:
-    """What workers may make ahead for the ranks of a run."""
+    """How far workers may make elements ahead for the ranks of a run."""
 
     def __init__(self, plans: Plans, config: DeliveryConfig, reserve: Reserve) -> None:
         self._plans, self._slab = plans, config.slab
@@ -69,7 +69,7 @@ class Headroom:
         ]
 
     def take_progress(self, rank: int, waited: float, asked: Iterable[int]) -> None:
-        """Take in how long a rank has waited in all, and lift limits that made it wait.
+        """Record how long a rank has waited in all, and raise the targets that made it wait.
 
         ``asked`` are the plans that it has asked for.
         """
@@ -84,9 +84,9 @@ class Headroom:
     def is_left(self, rank: int, plan: Plan, workers: int) -> bool:
         """Return whether ``workers`` workers may make one more element of a plan for a rank.
 
-        Two may be under way in every plan, whatever other plans hold, so that an iterator that is
-        only kept open blocks no other. The owner of a stream keeps the elements that a slow rank
-        has not taken: a slab full at most.
+        Two may always be under way in each plan, whatever other plans hold, so that an iterator
+        which is only kept open blocks no other. The owner of a stream keeps the elements that a
+        slow rank has not taken: at most a slab full.
         """
         view = plan.ranks[rank]
         ahead, size = len(view.unconsumed), self.paces[plan.loader].size
@@ -96,7 +96,7 @@ class Headroom:
                 return False
         if ahead < _ALWAYS:
             return True
-        if size == 0:  # their size is not known yet: one for each worker of this rank
+        if size == 0:  # the size is not known yet: one element for each worker of this rank
             workers_of_rank = -(-workers // len(self.ranks))
             return ahead < workers_of_rank
         if ahead >= self._target(rank, plan.loader, size, workers):
@@ -117,7 +117,7 @@ class Headroom:
     def _target(self, rank: int, loader: int, size: int, workers: int) -> int:
         """Return how many elements to make ahead.
 
-        Few at first, since few stay in the caches; ``progressed`` raises the number.
+        They are few at first, because few stay in the caches; ``take_progress`` raises the number.
         """
         targets, least = self.ranks[rank].targets, self._plans.prebuffer_rows
         if loader not in targets:

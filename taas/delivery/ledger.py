@@ -1,12 +1,12 @@
-"""Decides who makes which element: leases, deaths, retries. Pure; no I/O.
+"""Decides which worker makes which element: leases, deaths, retries. Pure; no I/O.
 
-Elements that a lost worker had, and that their ranks have not consumed, are leased again to other
-workers. An element has the same number in every lease, and its rank drops second copies. A loader
-of an iterable dataset has one owner among the workers, which makes its elements in order.
+If a worker is lost, its elements that ranks have not consumed are leased to other workers. An
+element has the same number in every lease, and its rank drops second copies. A loader of an
+iterable dataset has one owner among the workers, which makes its elements in order.
 
-Where rank and worker share memory, a lease has a slot of the rank's slab. The slot is given back
-when the worker has finished with it, and the rank does not use the element's memory any more or
-will never ask for the element.
+If rank and worker share memory, a lease has a slot of the rank's slab. The slot is given back when
+the worker has finished with it, and the rank either no longer uses the element's memory or will
+never ask for the element.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from taas.delivery.plan import Lease, Plan, Work
 from taas.delivery.plans import LoaderState, Plans
 
 _WINDOW = 0.03
-"""A worker has so many seconds of work leased beyond its current element."""
+"""Seconds of work that a worker has leased beyond its current element."""
 _LEASES = 128
-"""One worker has at most so many elements leased."""
+"""The most elements that one worker has leased."""
 _DEATHS = 3
-"""An element that has killed so many workers is given up."""
+"""An element that has killed this many workers is given up."""
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """A data worker, how much it has leased, and how long that will take."""
+    """A data worker, the number of its leases, and the seconds that they will take."""
 
     name: Peer
     shared: bool
@@ -42,7 +42,7 @@ class WorkerState:
     backlog_seconds: float = 0.0
 
     def takes_on(self, lease: Lease) -> None:
-        """Count one more element that it is to make."""
+        """Count one more element that it has to make."""
         self.backlog += 1
         self.backlog_seconds += lease.expected
 
@@ -74,7 +74,7 @@ class Ledger:
         self.outbox = self.plans.outbox
         self.room = Headroom(self.plans, config, reserve)
         self.workers: dict[Peer, WorkerState] = {}
-        self.works: dict[int, Work] = {}  # leased work by number, until its slots are free
+        self.works: dict[int, Work] = {}  # leased work, by number, until its slots are free
         self._numbers = itertools.count(1)
         self.joined: dict[int, Hello] = {}  # the ranks that take elements
         self._retries: list[Retry] = []  # a heap
@@ -94,14 +94,14 @@ class Ledger:
             self.plans.tell(number, self._planner)
 
     def open_plans(self, hello: Hello) -> None:
-        """The planner has the loaders, so plan their first iterations."""
+        """Plan the loaders' first iterations; the planner has the loaders now."""
         self._planner = hello
         self.plans.hello(hello.loaders)
         for rank in self.joined:
             self.plans.tell(rank, hello)
 
     def take_progress(self, rank: int, progress: Progress) -> None:
-        """Take in what a rank has done with its elements."""
+        """Record what a rank has done with its elements."""
         for of in progress.plans:
             self.plans.consume(rank, of.plan, of.consumed, of.asked)
         self.release(self.works[number] for number in progress.released if number in self.works)
@@ -113,13 +113,13 @@ class Ledger:
                 self.plans.close(rank, of.plan)
 
     def release(self, works: Iterable[Work]) -> None:
-        """Mark elements whose memory their ranks do not use, and will not look at, any more."""
+        """Mark elements whose memory their ranks no longer use, and will not read again."""
         for work in works:
             work.over = work.released = True
             self._free(work)
 
     def _free(self, work: Work) -> None:
-        """Give back those slots of a released element that no worker writes to any more."""
+        """Give back the slots of a released element to which no worker writes any more."""
         slots = self.room.ranks[work.rank].slots
         for lease in work.leases:
             if lease.done and lease.capacity:
@@ -129,7 +129,7 @@ class Ledger:
             self.works.pop(work.number, None)
 
     def fail(self, reason: str) -> None:
-        """No more elements will come: tell every rank, and those that join later."""
+        """Tell every rank, and those that join later, that no more elements will come."""
         self.failure = reason
         for rank in range(self.plans.n):
             self.plans.tell(rank, Failed(reason))
@@ -142,19 +142,19 @@ class Ledger:
         self.outbox += [(name, hello) for hello in self.joined.values()]
 
     def made(self, name: Peer, results: Iterable[Result]) -> None:
-        """Take in that a worker has finished these elements."""
+        """Record that a worker has finished these elements."""
         worker = self.workers.get(name)
         if worker is None:
-            return  # it was lost, and other workers make what it had
+            return  # the worker counts as lost, and others make its elements
         for result in results:
             work = self.works.get(result.number)
             lease = None if work is None else work.lease_of(name)
             if work is None or lease is None:
-                continue  # a lease that was taken from it
+                continue  # this lease was taken from it
             worker.is_through_with(lease)
             lease.done = True
             if result.leaked:
-                lease.capacity = 0  # user code holds memory of the slot, which is not used again
+                lease.capacity = 0  # user code holds memory of the slot: never lease it again
             if result.end >= 0:
                 self._stream_ends(work, lease, result.end)
             else:
@@ -168,19 +168,19 @@ class Ledger:
         if not plan.poison:
             plan.furthest = max(plan.furthest, work.seq + 1)
         in_slot = lease.capacity > 0
-        if not (in_slot or work.over):  # an element without a slot counts with its size
+        if not (in_slot or work.over):  # without a slot, an element counts with its size
             plan.weigh(work, result.nbytes)
 
     def _stream_ends(self, work: Work, lease: Lease, end: int) -> None:
-        """A stream has no such element, because it ended after ``end`` elements."""
+        """End a plan whose stream has no such element: it ended after ``end`` elements."""
         lease.lost = True
         if not work.plan.ended:
             work.plan.end_stream(end)
             self.plans.tell_end(work.plan)
-        self._retry(work)  # with --uneven pad it becomes a repeated element of the last row
+        self._retry(work)  # with --uneven pad, it repeats an element to fill the last row
 
     def worker_lost(self, name: Peer, current: int, cause: str) -> None:
-        """A worker is certainly dead.
+        """Lease again the elements of a worker that is certainly dead.
 
         ``current`` is the element that it was making, or a number that no element has.
         """
@@ -221,7 +221,7 @@ class Ledger:
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
     def pump(self) -> None:
-        """Draw and lease all that has become possible."""
+        """Draw indices and lease elements, as far as possible now."""
         self.release(self.plans.dropped)
         self.plans.dropped.clear()
         self.plans.refill()
@@ -231,10 +231,10 @@ class Ledger:
         self.outbox += leases.items()
 
     def _lease_retries(self, leases: dict[Peer, list[Ticket]]) -> None:
-        """Lease again what lost workers had, the earliest step first.
+        """Lease the elements of lost workers again, the earliest step first.
 
-        If no worker may take an element now, none may take a later one either, and the search ends.
-        Elements of a stream are an exception: they wait for the stream's own worker, so the search
+        If no worker may take an element now, none may take a later one, and the search ends.
+        Elements of a stream are an exception: they wait for the stream's owner, so the search
         continues behind them.
         """
         waiting: list[Retry] = []
@@ -258,7 +258,7 @@ class Ledger:
     def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
         """Lease planned elements, one of each loader in turn, until no loader has any to lease."""
         loaders = [loader for loader in self.plans.loaders if loader.plans]
-        without = 0  # so many loaders in a row had no element to lease
+        without = 0  # number of loaders in a row without an element to lease
         while without < len(loaders):
             self._turn += 1
             loader = loaders[self._turn % len(loaders)]
@@ -267,14 +267,14 @@ class Ledger:
     def _lease_one(self, loader: LoaderState, leases: dict[Peer, list[Ticket]]) -> bool:
         """Lease the most urgent element of a loader for which there is room.
 
-        Returns whether there was one.
+        Return whether there was one.
         """
         for plan, rank in self.plans.heads(loader):
             if not self.room.is_left(rank, plan, len(self.workers)):
                 continue
             worker = self._worker_for(plan.ranks[rank].queue[0])
             if worker is None:
-                return False  # all are busy enough, for any element of this loader
+                return False  # no worker takes more work of this loader
             work = plan.take(rank, self.room.paces[loader.index].size)
             work.number = next(self._numbers)
             self.works[work.number] = work
@@ -301,7 +301,7 @@ class Ledger:
 
     @staticmethod
     def _poison_of(work: Work) -> str:
-        """Return how its makers died, if no worker is to make it again."""
+        """Return how its makers died, if no worker is to make it again; else an empty text."""
         return work.plan.poison if work.seq >= work.plan.furthest else work.poison
 
     def _worker_for(self, work: Work) -> WorkerState | None:
@@ -325,7 +325,7 @@ class Ledger:
     def _least_busy(self, work: Work) -> WorkerState | None:
         """Return an idle worker, or the one with the least work below ``_WINDOW`` seconds.
 
-        Until the first element was made, it is not known how long one takes; then only an idle
+        The time for an element is unknown until the first one was made; until then, only an idle
         worker takes one.
         """
         is_measured = self.room.paces[work.plan.loader].size > 0
@@ -341,9 +341,9 @@ class Ledger:
     # ── how it stands ─────────────────────────────────────────────────────────────────────────────
 
     def is_full(self, loader: LoaderState) -> bool:
-        """Return whether a loader has planned elements, and none may be made now.
+        """Return whether a loader has planned elements, but none may be made now.
 
-        That is so until a rank consumes some.
+        This lasts until a rank consumes some.
         """
         heads = list(self.plans.heads(loader))
         if not heads:

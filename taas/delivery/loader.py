@@ -69,9 +69,9 @@ def _get_connection() -> DeliveryConnection:
 
 
 def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
-    """Let loaders begin where an earlier start of the run was, or at a ``given`` position.
+    """Let loaders begin at the position of an earlier start of the run, or at a ``given`` one.
 
-    A position is (iteration, step). Returns where each loader begins.
+    A position is (iteration, step). Return where each loader begins.
     """
     connection = _connection
     if connection is None:
@@ -98,7 +98,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
         (name, place) for name, place in config.places.items() if name in known
     )
     for name, (iteration, step) in given.items():
-        # Steps taken before: as an earlier start has counted them, else those of whole iterations.
+        # Steps taken before: as an earlier start counted them, else those of whole iterations.
         at, taken = config.places.get(name), iteration * (_steps(config, known[name][1]) or 0)
         taken = at.taken if at is not None and at.iteration == iteration else taken
         connection.places[name] = ResumePoint(iteration, step, taken)
@@ -161,7 +161,7 @@ class DeliveredLoader(DataLoader[Any]):
     Unpacking the names makes it (``registered.reduce_registered``).
     """
 
-    __taas_stays__ = True  # capture: the notebook keeps the loader it has
+    __taas_stays__ = True  # capture: the notebook keeps its own loader
     _is_accelerate_prepared = True  # accelerate does not change a loader with this mark
     _iterations = _yielded = 0
     _begun = False
@@ -209,13 +209,13 @@ class DeliveredLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Begin the next iteration; raise UnitsExhausted if ``--units`` allows no more.
 
-        A loop that an earlier start of the run has finished is empty instead of an error, since the
-        restarted cell still has to reach its save.
+        A loop that an earlier start of the run has finished is empty and raises nothing, because
+        the restarted cell still has to reach its save.
         """
         connection = _get_connection()
         index, facts = self._facts()
         place = _START
-        if not self._begun:  # elements that an earlier start of the run took count as taken
+        if not self._begun:  # elements that an earlier start of the run took count, too
             place = connection.places.get(self.taas_name, place)
             self._iterations, self._yielded = place.iteration, place.taken + place.step
         self._begun = connection.begun = True
@@ -290,7 +290,7 @@ class DeliveredIterator:
         return pinning.pin(holdings.build(element)) if pinned is None else pinned
 
     def _pin_next(self) -> None:
-        """Let a thread pin the next element, if it has arrived, while the program uses this one."""
+        """Pin the next element in a thread, if it has arrived, while the program uses this one."""
         if not (self._loader.pin_memory and own_gpu.with_contexts()):
             return
         element = self._connection.peek(self._plan, self._step)
@@ -303,7 +303,7 @@ class DeliveredIterator:
             self._pinning.begin(ahead)
 
     def finish(self, asked: int) -> None:
-        """End the iteration after ``asked`` steps were asked for."""
+        """End the iteration, of which ``asked`` steps were asked for."""
         self._over = True
         if self._pinning is not None:
             self._pinning.end()
@@ -311,7 +311,7 @@ class DeliveredIterator:
 
     @property
     def _left_at(self) -> int:
-        """Return the steps asked for by a loop that is left: not beyond its last one."""
+        """Return how many steps a loop has asked for when it is left: none after its last."""
         return max(self._first, self._step - 1)
 
     def __del__(self) -> None:

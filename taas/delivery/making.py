@@ -1,4 +1,4 @@
-"""Makes elements: with torch's own fetch and collate, and a seed for each, or as part of a stream.
+"""Makes elements: with torch's own fetch and collate, and a seed for each; or as part of a stream.
 
 For an iterable dataset, one data worker runs torch's own DataLoader, with its own processes, and
 delivers the elements that it yields.
@@ -88,7 +88,7 @@ class MapFetcher:
         self._info: Any = None
 
     def make(self, index: bytes, seed: int) -> Any:
-        """Return the element, or a Failure with what user code raised."""
+        """Return the element, or a Failure with the exception of user code."""
         if self._fetch is None:
             self._fetch = self._begin(seed)
         seed_all(seed, seed & 0xFFFF_FFFF)
@@ -137,16 +137,16 @@ def _short(index: Any) -> str:
 class _Elements(IterableDataset[Any]):
     """The dataset of one of torch's own workers: it makes and packs a loader's elements.
 
-    In the place of an element that raised it yields a Failure.
+    If an element raises, it yields a Failure in its place.
 
-    With ``num_workers=0`` the worker makes what the notebook itself would make, from the same
-    dataset in all iterations.
+    With ``num_workers=0`` the worker makes the elements that the notebook itself would make, from
+    the same dataset in all iterations.
     """
 
     def __init__(self, name: str, parts: LoaderParts) -> None:
         self._name, self._parts = name, parts
         self.keeps = parts.persistent_workers or parts.num_workers == 0
-        # of the iteration; its workers read it
+        # base seed of the iteration, which the workers read
         self.base_seed = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))
         self._number = -1
 
@@ -161,7 +161,9 @@ class _Elements(IterableDataset[Any]):
             except StopIteration:
                 return
             except BaseException as error:
-                make = make or partial(next, iter(()))  # it could not begin, so it has ended
+                make = make or partial(
+                    next, iter(())
+                )  # the iteration could not begin, so it has ended
                 yield Failure(
                     error, f"raised while making element {made} of '{self._name}', or packing it"
                 )
@@ -220,9 +222,9 @@ class _Stream:
         while self.made < row_end:
             element = self._next()
             if element is None:
-                # A dataset that raises has ended. A row that is not whole is dropped, and the error
-                # would be dropped with it. So the ranks whose elements would come next in the row
-                # get the same error.
+                # A dataset that raises has ended. An incomplete row is dropped, and the error would
+                # be dropped with it. So the ranks whose elements would come next in the row get the
+                # same error.
                 in_row = self.made % ranks > 0
                 if not (in_row and isinstance(self._last, Failure)):
                     break
@@ -238,8 +240,8 @@ class _Stream:
         try:
             return next(self._elements, None)
         except RuntimeError:
-            # torch's: one of its workers has died. This process dies the same way, and another data
-            # worker reads the stream again.
+            # torch raises it if one of its workers has died. This process dies the same way, and
+            # another data worker reads the stream again.
             code = next(
                 (worker.exitcode for worker in self._elements._workers if worker.exitcode), 1
             )
@@ -254,14 +256,14 @@ class OwnedStreams:
     def __init__(self, loaders: Loaders, config: DeliveryConfig) -> None:
         self._loaders, self._ranks, self._pads = loaders, config.ranks, config.uneven == "pad"
         self._streams: dict[int, _Stream] = {}
-        self._closed: set[int] = set()  # plans of which tickets may still arrive
+        self._closed: set[int] = set()  # plans for which tickets may still arrive
         self._idle: dict[int, DataLoader[Any]] = {}  # with persistent workers, by loader
 
     def make(self, ticket: Ticket) -> PackedElement | Failure | int:
         """Return an element, or the number of elements if there are no more."""
         position, iteration, base_seed = pickle.loads(ticket.which)
         if ticket.plan in self._closed:
-            return 0  # no rank looks at it
+            return 0  # no rank reads it
         stream = self._streams.get(ticket.plan)
         if stream is None or (position < stream.made and position not in stream.held):
             elements = self._idle.pop(ticket.loader, None)
@@ -296,7 +298,7 @@ class OwnedStreams:
             self._idle[loader] = elements
 
     def cancel(self, message: Cancel) -> None:
-        """All ranks have closed a plan, so drop it."""
+        """Drop a plan, which all ranks have closed."""
         self._closed.add(message.plan)
         if (stream := self._streams.pop(message.plan, None)) is not None:
             self._rest(message.loader, stream)

@@ -61,15 +61,15 @@ def holders(ranks: int, pools: int) -> list[str]:
 
 
 class Hello(Message, frozen=True):
-    """A peer says that it is there; its connection's name says which one it is.
+    """Announces a peer; its connection's name says which one it is.
 
-    The coordinator passes the planner's on to the ranks, and a rank's on to the workers.
+    The coordinator passes the planner's Hello on to the ranks, and a rank's on to the workers.
 
-    The coordinator's own tells the supervisor that peers can be started.
+    The coordinator's own Hello tells the supervisor that peers can be started.
     """
 
     error: str = ""  # why a planner or worker pool cannot load the registered loaders
-    loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
+    loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of the loaders
     shared: bool = False  # a worker has mapped the slabs
     rank: int = -1  # filled in by the coordinator, for workers
     address: str = ""  # where a rank takes elements, or the coordinator listens
@@ -79,7 +79,7 @@ class Hello(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """No rank will ask for this plan again.
 
-    ``undone``: no rank had begun it, so that the next iteration starts from the same state.
+    ``undone``: no rank has begun it, so the next iteration starts from the same state.
     """
 
     plan: int
@@ -96,7 +96,7 @@ class Note(Message, frozen=True):
 class Failed(Message, frozen=True):
     """No more elements will come; ranks raise this at their next request.
 
-    The coordinator finds that out itself, or is told by the supervisor.
+    The coordinator finds this out itself, or the supervisor tells it.
     """
 
     reason: str
@@ -106,7 +106,7 @@ class Failed(Message, frozen=True):
 
 
 class LoaderFacts(NamedTuple):
-    """What only the unpickled loader can tell."""
+    """Facts that only the unpickled loader can tell."""
 
     name: str  # as it was registered
     length: int | None = None  # elements of one iteration over all ranks; None: it has no length
@@ -146,9 +146,9 @@ class Planned(Message, frozen=True):
 
 
 class FinishPlans(Message, frozen=True):
-    """The ranks have ended: asks where the generators stand after these iterations.
+    """Asks, after the ranks' end, where the generators stand after these iterations.
 
-    Each is a loader, its last iteration that has begun, and its epoch.
+    Each is (loader, its last iteration that has begun, its epoch).
     """
 
     begun: Sequence[tuple[int, int, int | None]] = ()  # the supervisor leaves it empty
@@ -184,14 +184,14 @@ class Ticket(NamedTuple):
     plan: int
     loader: int
     seq: int
-    rank: int  # for whom
-    seed: int  # what all RNGs are set to before it is made
-    # element: a pickled index of the dataset, or, of an iterable one, position, iteration and base
+    rank: int  # the rank that gets it
+    seed: int  # all RNGs are set to it before the element is made
+    # the element: a pickled index of the dataset; of an iterable one, position, iteration and base
     # seed
     which: bytes
     offset: int = 0  # of the slot in the slabs
     capacity: int = 0  # its bytes; 0 asks for frames on the socket
-    # of an iterable dataset: no element before this one will be asked for again, unless it fills up
+    # of an iterable dataset: no element before this one will be asked for again, except to fill up
     # the last row
     floor: int = 0
     poison: str = ""  # how its makers have died: send an error in its place
@@ -206,8 +206,8 @@ class Result(NamedTuple):
     number: int
     nbytes: int
     seconds: float
-    leaked: bool = False  # user code still holds memory of the slot: it is never given out again
-    # the element does not exist: its iterable dataset ended after so many elements
+    leaked: bool = False  # user code still holds memory of the slot: never lease it again
+    # number of elements of the iterable dataset, which has ended before this one; -1: it exists
     end: int = -1
 
 
@@ -231,13 +231,13 @@ class Ended(Message, frozen=True):
     steps: int
     failure: bytes = b""  # packed exception of the user's sampler
     refusal: str = ""  # why the plan ends early
-    disagree: bool = False  # it was refused because another rank asked for something else
+    disagree: bool = False  # refused because another rank asked for something else
 
 
 class PlanProgress(NamedTuple):
     """How far a rank is in a plan.
 
-    It has consumed so many steps, and asked for the one after the first ``asked``.
+    It has consumed ``consumed`` steps, and asked for the one after the first ``asked``.
     """
 
     plan: int
@@ -250,8 +250,8 @@ class Progress(Message, frozen=True):
     """A rank reports what it has done with its elements."""
 
     plans: list[PlanProgress]
-    released: list[int]  # numbers of yielded elements whose memory is not used any more
-    waited: float  # seconds spent waiting in all
+    released: list[int]  # numbers of yielded elements whose memory is no longer used
+    waited: float  # total seconds spent waiting
 
 
 # ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────
@@ -263,7 +263,7 @@ class ElementArrival(NamedTuple):
     Several may travel in one message; then one frame has their pickles, in this order.
     """
 
-    number: int  # of the element; its rank drops what it has already
+    number: int  # of the element; its rank drops second copies
     plan: int
     seq: int
     offset: int  # of its slot; -1: its memory is the frame that follows
@@ -277,25 +277,24 @@ class ElementArrival(NamedTuple):
 
 
 class ProgressReport(Message, frozen=True):
-    """How far the delivery is; the coordinator's last message is one of these."""
+    """The progress of the delivery; the coordinator's last message is one of these."""
 
     delivered: Delivered
     workers: int
     prebuffered: bool  # every loader's first elements are ready, so that the ranks can start
-    over: bool  # every unit was consumed, so that the data side is not needed any more
-    places: dict[str, ResumePoint]  # where each loader that has begun would continue, by name
+    over: bool  # every unit was consumed, so the data side is no longer needed
+    places: dict[str, ResumePoint]  # by name, where each loader that has begun would continue
 
 
 class HostLost(Message, frozen=True):
-    """A data VM is gone, and other VMs make what it had leased.
+    """A data VM is gone; other VMs make the elements that it had leased.
 
-    The supervisor tells the coordinator, or the other way round.
-
+    The supervisor tells the coordinator, or the coordinator tells the supervisor.
     On this host the coordinator only notices that a worker pool is silent; the supervisor kills
     the pool, and reports when it is gone.
     """
 
-    vm: int  # the planner has -1
+    vm: int  # -1 for the planner
     cause: str
 
 

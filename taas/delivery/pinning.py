@@ -26,9 +26,9 @@ def pin(value: Any) -> Any:
 
 @dataclass
 class _Pinned:
-    """What the thread makes of an element.
+    """The thread's result for an element.
 
-    ``error`` is what pinning raised, for the loop that asks for the element.
+    ``error`` is what pinning raised; the loop raises it when it asks for the element.
     """
 
     ahead: Ahead
@@ -46,19 +46,19 @@ class PinAhead:
         threading.Thread(target=self._pin, name="taas-pins", daemon=True).start()
 
     def begin(self, ahead: Ahead) -> None:
-        """Let the thread pin an element that has arrived and was not taken yet."""
+        """Let the thread pin an element that has arrived and that the loop has not taken."""
         self._next = _Pinned(ahead)
         self._asked.put(self._next)
 
     def take(self, element: Element) -> Any:
-        """Return the pinned copy of this element, or None if this one was not pinned.
+        """Return the pinned copy of this element, or None if another one was pinned.
 
-        Raises what pinning has raised.
+        Raises what pinning raised.
         """
         pinned, self._next = self._next, None
         if pinned is None or pinned.ahead.element is not element:
             return None
-        pinned.ahead.taken()  # first, so that an interrupt of the wait does not cost its slot
+        pinned.ahead.taken()  # first, so that an interrupted wait gives its slot back all the same
         pinned.done.wait()
         if pinned.error is not None:
             raise pinned.error
@@ -76,4 +76,4 @@ class PinAhead:
             except BaseException as error:
                 pinned.error = error
             pinned.done.set()
-            del pinned  # else the element would live while this thread waits
+            del pinned  # otherwise the element would live while this thread waits

@@ -1,4 +1,4 @@
-"""Says what element i is: the order of one iteration, fixed before any element is made.
+"""Fixes the order of one iteration, and so which element is which, before any element is made.
 
 Pure; no I/O.
 
@@ -27,7 +27,7 @@ def plan_number(loader: int, iteration: int, epoch: int | None) -> int:
 def element_seed(base_seed: int, iteration: int, seq: int) -> int:
     """Return the seed of one element, which depends on the plan alone.
 
-    This is a splitmix64 finaliser, so that the seeds of neighbours are independent.
+    This is the finaliser of splitmix64, so that the seeds of neighbours are independent.
     """
     z = (base_seed + (iteration << 40) + (seq + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -36,7 +36,7 @@ def element_seed(base_seed: int, iteration: int, seq: int) -> int:
 
 
 def unshared(elements: int, ranks: int) -> str:
-    """Return the words about an iteration whose last row is incomplete."""
+    """Describe, for the user, an iteration whose last row is incomplete."""
     return (
         f"has {elements} elements, which {ranks} ranks cannot share evenly. Use --uneven drop"
         f" (leaves out the last {elements % ranks}) or --uneven pad (repeats the first ones), or"
@@ -53,7 +53,7 @@ class Lease:
     capacity: int  # of its slot; 0: it has none
     expected: float  # seconds it should take
     done: bool = False  # its worker has finished, and does not write any more
-    # its worker is dead, or found no such element in its stream: the element will not come from it
+    # its worker is dead, or its stream has no such element: the element will not come from it
     lost: bool = False
 
 
@@ -69,11 +69,11 @@ class Work:
     index: bytes
     number: int = 0  # unique in the run, the same in every lease; 0: it was never leased
     leases: list[Lease] = field(default_factory=list)
-    nbytes: int = 0  # so many it counts for as work ahead of its rank
+    nbytes: int = 0  # bytes that it counts for as work ahead of its rank
     deaths: int = 0
     poison: str = ""  # how its makers died, if no worker is to make it again
-    over: bool = False  # it was consumed, or no rank wants it any more
-    released: bool = False  # its rank does not use its memory, and will not look at it later
+    over: bool = False  # its rank has consumed it, or no rank wants it any more
+    released: bool = False  # its rank neither uses its memory, nor will read it later
     queued: bool = False  # waits to be leased again
 
     @property
@@ -100,8 +100,8 @@ class RankView:
     begun: bool = False
     closed: bool = False
     consumed: int = 0
-    # steps after which it has asked for one more; a loop that is left consumed its last step, and
-    # did not ask for another one
+    # steps after which it has asked for one more; a loop that the program leaves has consumed its
+    # last step without asking for another one
     asked: int = 0
     queue: deque[Work] = field(default_factory=deque)  # planned, not leased yet, in order of steps
     unconsumed: deque[Work] = field(default_factory=deque)  # leased or made, in order of steps
@@ -110,27 +110,27 @@ class RankView:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """One iteration of one loader, and where each rank stands in it."""
+    """One iteration of one loader, with the state of each rank in it."""
 
     ident: int
     loader: int
     iteration: int
     epoch: int | None
-    size: InitVar[int]  # of the world
+    size: InitVar[int]  # world size
     uneven: Uneven
-    # its dataset is iterable: the number of elements is not known before the last one was made
+    # the dataset is iterable: the number of elements is not known before the last one was made
     streamed: bool = False
     ranks: list[RankView] = field(init=False)
-    furthest: int = 0  # of a stream: how many elements were made
-    # of a stream: how far it was, and how many workers in turn died without getting further
+    furthest: int = 0  # of a stream: number of elements made
+    # of a stream: its furthest element, and how many workers in turn died without passing it
     deaths: tuple[int, int] = (0, 0)
-    poison: str = ""  # of a stream: how they died, if no worker is to make elements beyond
-    base_seed: int | None = None  # source of its elements' seeds; None until the planner says it
+    poison: str = ""  # of a stream: how its makers died, if no worker is to make further elements
+    base_seed: int | None = None  # source of the elements' seeds; None until the planner sends it
     rows: int = 0  # complete rows, that is, steps planned for every rank
     asked: bool = False  # the planner has yet to answer
-    ended: bool = False  # the sampler has no more
+    ended: bool = False  # the sampler has no more indices
     failure: bytes = b""  # packed exception of the user's sampler, raised after all rows
-    refusal: str = ""  # why there is no more, though there should be
+    refusal: str = ""  # why the plan ends early
     _row: list[tuple[bytes, int]] = field(default_factory=list)
     _first: list[tuple[bytes, int]] = field(default_factory=list)
 
@@ -172,7 +172,7 @@ class Plan:
                 self._release_row()
 
     def end(self, failure: bytes = b"") -> None:
-        """End the plan: the sampler has no more, or raised ``failure``."""
+        """End the plan: the sampler has no more indices, or raised ``failure``."""
         self.ended, self.failure = True, failure
         if self._row and not failure and self.uneven == "pad":
             missing = len(self.ranks) - len(self._row)
@@ -183,9 +183,9 @@ class Plan:
         self._row.clear()
 
     def end_stream(self, elements: int) -> None:
-        """End the plan of a stream that turned out to have so many elements.
+        """End the plan of a stream that turned out to have this many elements.
 
-        What was planned beyond them is over.
+        Planned work beyond them is over.
 
         With ``--uneven pad`` the missing elements of the last row repeat the first ones.
         """
@@ -215,7 +215,7 @@ class Plan:
         self._row.clear()
 
     def consume(self, rank: int, consumed: int) -> list[Work]:
-        """Raise a rank's watermark; return the work that lies below it now."""
+        """Raise a rank's watermark; return the work that is below it now."""
         view = self.ranks[rank]
         view.consumed = max(view.consumed, consumed)
         below = []
@@ -237,7 +237,7 @@ class Plan:
         return [work for work in below if work.leases]
 
     def close(self, rank: int) -> list[Work]:
-        """The rank wants no more; return the leased work that no rank will take."""
+        """Close the plan for a rank that wants no more; return leased work that nothing needs."""
         view = self.ranks[rank]
         view.begun = view.closed = True
         works = [*view.queue, *view.unconsumed]
@@ -249,7 +249,7 @@ class Plan:
         return [work for work in works if work.leases]
 
     def take(self, rank: int, nbytes: int) -> Work:
-        """Return the rank's next work, which counts as under way with about so many bytes."""
+        """Return the rank's next work, which counts as under way with about ``nbytes`` bytes."""
         work = self.ranks[rank].queue.popleft()
         self.ranks[rank].unconsumed.append(work)
         self.weigh(work, nbytes)

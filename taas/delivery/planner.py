@@ -45,7 +45,7 @@ from taas.delivery.transport import connected
 from taas.wire.framing import Leave, pack
 
 _SLICE = 0.02
-"""After so many seconds a slow sampler's indices are sent, even if more were asked for."""
+"""After that many seconds a slow sampler's indices are sent, even if more were asked for."""
 
 
 # ── one loader's iterations ───────────────────────────────────────────────────────────────────────
@@ -61,7 +61,7 @@ sampler's own generators by path.
 class Iteration:
     """One iteration of a loader, drawn as far as was asked.
 
-    ``error`` is what its sampler raised, after all indices drawn before.
+    ``error`` is the exception of its sampler; it comes after all indices that were drawn before.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Iteration:
 
 
 class LoaderPlans:
-    """One loader's iterations: opened in order and drawn lazily.
+    """One loader's iterations, which are opened in order and drawn lazily.
 
     An iteration can begin again from the same state.
     """
@@ -83,7 +83,7 @@ class LoaderPlans:
         self.note = ""
         self._rngs = rngs
         self._generators = _generators_of(parts)
-        # states at the starts of iterations; the end of one is the start of the next
+        # the states at the starts of iterations; an iteration's end is the next one's start
         self._starts: dict[int, _Snapshot] = {}
         self._base_seed = 0
         self._distributed = _find_distributed(parts)
@@ -265,7 +265,7 @@ def _find_distributed(parts: LoaderParts) -> Any:
 
 
 def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
-    """Return ``index_sampler`` over ``new`` where it was over ``old``."""
+    """Return ``index_sampler`` with ``new`` in the place of ``old`` inside it."""
     if index_sampler is old:
         return new
     if type(index_sampler) is BatchSampler:
@@ -309,7 +309,7 @@ class Planner:
         self._open: dict[int, tuple[LoaderPlans, Iteration]] = {}
 
     def answer(self, message: Any) -> Any:
-        """Return the reply to a message, or None."""
+        """Return the reply to a message; None if it needs none."""
         match message:
             case Draw():
                 return self._draw(message)
@@ -360,7 +360,7 @@ def _pack_index(index: Any) -> bytes:
 def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts, ...]]:
     """Return the plans of the loaders that can be planned, by number, and facts of all loaders."""
     parts_of = load_loaders(config.payload)
-    rngs = rngs_now()  # the notebook's states, or this process's where it has none
+    rngs = rngs_now()  # the notebook's states; this process's for those that it lacks
     plans, facts = {}, []
     for number, (name, parts) in enumerate(parts_of):
         try:

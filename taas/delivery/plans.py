@@ -26,7 +26,7 @@ from taas.delivery.plan import Plan, Work, plan_number, unshared
 from taas.wire.framing import Message
 
 _BACKLOG = 100_000
-"""So many tickets are planned at most while one rank is slow; a ticket takes some 300 bytes."""
+"""The most tickets that are planned while one rank is slow; a ticket takes some 300 bytes."""
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class LoaderState:
     def count_planned(self, *, begun: bool = False) -> int:
         """Return how many elements are planned or delivered.
 
-        ``begun``: without iterations that are only prepared, and without elements that a stream may
-        turn out not to have.
+        ``begun``: leave out iterations that are only prepared, and elements that a stream may turn
+        out not to have.
         """
         count = self.delivered
         for plan in self.plans.values():
@@ -91,7 +91,7 @@ class LoaderState:
     def rows_left(self, plan: Plan | None = None) -> int | None:
         """Return the rows that ``--units`` leaves for a plan (None: the next one).
 
-        None without a limit.
+        Return None without a limit.
         """
         if self.rows_allowed is None:
             return None
@@ -108,7 +108,7 @@ class LoaderState:
         return max(0, self.rows_allowed - self.rows_closed - taken)
 
     def predicted_epoch(self, iteration: int) -> int | None:
-        """Guess the next argument of ``set_epoch``: one more each time."""
+        """Predict the next argument of ``set_epoch``: it grows by one each time."""
         if self.last_begun is None or self.last_begun[1] is None:
             return self.facts.epoch
         return self.last_begun[1] + iteration - self.last_begun[0]
@@ -132,7 +132,7 @@ class LoaderState:
         return ResumePoint(iteration, step, taken)
 
     def used_up(self, rows: int) -> bool:
-        """Return whether ``--units`` allows no more than so many rows.
+        """Return whether ``--units`` allows no more rows than these.
 
         Then the iteration that took the last row ends with it.
         """
@@ -166,7 +166,7 @@ class Plans:
     # ── planner ───────────────────────────────────────────────────────────────────────────────────
 
     def hello(self, facts: Iterable[LoaderFacts]) -> None:
-        """Open the first iteration of each loader, now that the planner has them."""
+        """Open the first iteration of each loader."""
         for index, fact in enumerate(facts):
             units = self._config.units_of(fact.name)
             self.loaders.append(
@@ -177,7 +177,7 @@ class Plans:
                 self._open(loader, 0, loader.facts.epoch)
 
     def take_planned(self, message: Planned) -> None:
-        """Take in indices from the planner; their plan may have been dropped."""
+        """Add indices from the planner to their plan, which may have been dropped."""
         plan = self.by_number.get(message.plan)
         if plan is None or plan.ended:
             return
@@ -209,7 +209,7 @@ class Plans:
     def _draw(self, loader: LoaderState, plan: Plan) -> None:
         """Ask for indices that are needed soon.
 
-        The first request is made in any case, since its reply has the plan's seed.
+        The first request is always made, because its reply has the plan's seed.
         """
         count = self._indices_wanted(loader, plan)
         if not (plan.ended or plan.asked) and (count > 0 or plan.base_seed is None):
@@ -239,7 +239,7 @@ class Plans:
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rank: int, message: Begin) -> None:
-        """A rank calls ``iter()``; it knows the loaders already."""
+        """Begin an iteration for a rank, which calls ``iter()``."""
         loader = self.loaders[message.loader]
         disagreement = self._disagreement(rank, loader, message)
         refusal = disagreement or self._refusal(loader)
@@ -248,7 +248,7 @@ class Plans:
             self.tell(rank, Ended(number, 0, refusal=refusal, disagree=bool(disagreement)))
             return
         if (ahead := loader.plans.get(message.iteration)) and ahead.epoch != message.epoch:
-            self._drop(ahead)  # it was planned for another epoch than the ranks chose
+            self._drop(ahead)  # it was planned for another epoch than the rank's
         plan = self.by_number.get(number) or self._open(loader, message.iteration, message.epoch)
         if not loader.begun_by:
             self._go_on(loader, plan, message)
@@ -260,7 +260,7 @@ class Plans:
         self.tell_end(plan, rank)
 
     def _go_on(self, loader: LoaderState, plan: Plan, message: Begin) -> None:
-        """A loader begins for the first time, after a restart perhaps in the middle."""
+        """Begin a loader for the first time; after a restart, perhaps inside an iteration."""
         loader.begun_at = (message.iteration, message.start)
         opened_ahead = list(loader.plans.values())
         for earlier in opened_ahead:
@@ -300,7 +300,7 @@ class Plans:
         return loader.facts.error
 
     def close(self, rank: int, plan_id: int) -> None:
-        """A rank asks for no more of a plan."""
+        """Close a plan for a rank, which asks for no more of it."""
         plan = self.by_number.get(plan_id)
         if plan is None or plan.ranks[rank].closed:
             return
@@ -312,7 +312,7 @@ class Plans:
             self._forget(plan)
 
     def consume(self, rank: int, plan_id: int, consumed: int, asked: int) -> None:
-        """A rank has consumed so many steps, and asked for the one after the first ``asked``."""
+        """Record that a rank has consumed steps, and asked for the one after ``asked``."""
         plan = self.by_number.get(plan_id)
         if plan is not None:
             view = plan.ranks[rank]
@@ -320,7 +320,7 @@ class Plans:
             self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
 
     def tell_end(self, plan: Plan, only: int | None = None) -> None:
-        """Tell the ranks in a plan how it ends, once that is known; ``only``: tell this rank."""
+        """Tell the ranks in a plan how it ends, once that is known; ``only``: this rank only."""
         if not plan.ended:
             return
         name = self.loaders[plan.loader].facts.name

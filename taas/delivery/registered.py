@@ -1,9 +1,8 @@
-"""How registered loaders travel to the ranks, and their generators' states back.
+"""Carries registered loaders to the ranks, and their generators' states back.
 
-In the ranks' payload a loader is a stand-in that has its parts.
-
-Data processes unpack the same file as the ranks, and take the parts. This module does not import
-torch; a registered loader has imported it.
+In the ranks' payload, a stand-in takes a loader's place and has its parts. Data processes unpack
+the same file as the ranks, and take the parts. This module does not import torch: a registered
+loader has imported it.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Registration:
 
 @dataclass(slots=True)
 class LoaderParts:
-    """A registered loader on the data side: how it fetches, without its own machinery."""
+    """A registered loader on the data side: its dataset and how it fetches."""
 
     dataset: Any  # map-style or iterable; or a registered iterable that is not a DataLoader
-    index_sampler: Any = None  # what DataLoader would iterate: its batch sampler, or its sampler
+    index_sampler: Any = None  # the batch sampler or sampler that a DataLoader iterates
     auto_collation: bool = False  # whether the index sampler yields batches of indices
     batch_size: int | None = None
     drop_last: bool = False
@@ -41,7 +40,7 @@ class LoaderParts:
     persistent_workers: bool = False
     generator: Any = None
     iterable: bool = False  # whether the dataset is not map-style
-    plain: bool = False  # it is no DataLoader: its elements are delivered as they are
+    plain: bool = False  # not a DataLoader: its elements are delivered as they are
 
     def iterable_length(self) -> int:
         """Return how many elements an iterable dataset says it has.
@@ -147,7 +146,7 @@ def reduce_registered(loader: Any) -> tuple[Any, ...] | None:
     if id(loader) not in _delivering:
         return None
     entry, parts = _delivering[id(loader)]
-    from taas.delivery.loader import DeliveredLoader  # torch, which the loader has brought
+    from taas.delivery.loader import DeliveredLoader  # imports torch, as the loader has
 
     attributes = {key: getattr(loader, key) for key in _KEPT if hasattr(loader, key)}
     attributes["dataset"] = parts.dataset
@@ -196,7 +195,7 @@ def _set(loader: Any, path: str, value: Any) -> None:
     for part in path.removesuffix("!state").split("."):
         target = getattr(target, "_index_sampler" if part == "index_sampler" else part, None)
     if target is not None:
-        import torch  # the loader's
+        import torch  # the loader has imported it
 
         target.set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
 

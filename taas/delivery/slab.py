@@ -1,9 +1,9 @@
 """Slabs: shared memory in which elements are made and read without a copy.
 
-The coordinator makes one memfd, in which each rank has its slab; offsets are those of the file. Its
-size is only address space. Memory is reserved with ``posix_fallocate``, because a write to a page
-for which there is no memory is a SIGBUS and no exception. Slots are allocated first fit, lowest
-offset first, so that a rank that keeps up touches few pages.
+The coordinator makes one memfd with a slab for each rank; offsets are those of the file. Its size
+is only address space. Memory is reserved with ``posix_fallocate``, because a write to a page for
+which there is no memory is a SIGBUS and no exception. Slots are allocated first fit, lowest offset
+first, so that a rank that keeps up touches few pages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SlabFile:
         try:
             os.ftruncate(self.fd, size * ranks)
         except OSError:
-            self._size = 0  # a limit on file sizes: elements travel as frames
+            self._size = 0  # the process has a limit on file sizes: elements travel as frames
 
     def reserve(self, rank: int, upto: int) -> int:
         """Reserve memory of a rank's slab up to an offset; return the offset that was reached.
 
-        It is lower than asked when the system has no more memory.
+        It is lower than asked if the system has no more memory.
         """
         reserved = self._reserved[rank]
         goal = min((rank + 1) * self._size, max(upto, reserved + _RESERVE))
@@ -58,7 +58,7 @@ class Slabs:
         self._faulted: set[tuple[int, int]] = set()
 
     def fault_in(self, offset: int, nbytes: int) -> None:
-        """Map the pages of a slot in one call instead of one fault a page; once for each slot."""
+        """Map the pages of a slot in one call, once for each slot, instead of one fault a page."""
         if (offset, nbytes) not in self._faulted:
             self._faulted.add((offset, nbytes))
             with contextlib.suppress(OSError):  # before Linux 5.14
@@ -66,7 +66,7 @@ class Slabs:
 
 
 class SlotLease(ctypes.Array[ctypes.c_char]):
-    """The buffer of a slot as Python objects see it.
+    """The buffer of a slot, as Python objects see it.
 
     ``lease_slot`` makes subclasses, which have a length.
     """
@@ -96,7 +96,7 @@ def lease_slot(slabs: Slabs, offset: int, capacity: int, on_free: Callable[[], N
 
 
 def slot_size(nbytes: int) -> int:
-    """Round up to whole pages, by an eighth at most.
+    """Round up to whole pages, by at most an eighth.
 
     So there are few different sizes, and freed slots fit again.
     """
@@ -142,9 +142,9 @@ class SlotTable:
         extents[first:last] = [(offset, end - offset)]
 
     def _grow(self, upto: int) -> bool:
-        """Reserve up to an offset.
+        """Reserve up to an offset; return whether that worked.
 
-        Where that is impossible, forget the free extents behind what is reserved.
+        If it did not, forget the free extents beyond the reserved memory.
         """
         self._reserved = self._reserve(upto)
         if self._reserved >= upto:
@@ -156,5 +156,5 @@ class SlotTable:
 
 
 def slab_size(buffer: int, ranks: int) -> int:
-    """Return the size of a rank's slab: its share of ``buffer``, 4 MiB at least."""
+    """Return the bytes of a rank's slab: its share of ``buffer``, at least 4 MiB."""
     return max(4 << 20, buffer // ranks // (1 << 20) * (1 << 20))

@@ -31,7 +31,7 @@ _SLABS = "slabs"
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a context of this process alone; it ends without waiting for unsent messages."""
+    """Return a context for this process alone; it ends without waiting for unsent messages."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.setsockopt(zmq.MAX_SOCKETS, 8192)
     return context
@@ -124,8 +124,8 @@ def connected(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[Contro
 class DataReceiver:
     """A rank's end of the data path.
 
-    On TCP a worker has to show a secret to connect: the server's public key, which only peers have,
-    or without encryption a password. So no other process can fill this one's memory.
+    On TCP a worker has to show a secret to connect: the server's public key, which only peers have;
+    without encryption, a password. So no other process can fill this one's memory.
     """
 
     def __init__(self, context: Any, config: DeliveryConfig, rank: int, host: str) -> None:
@@ -133,8 +133,8 @@ class DataReceiver:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.key = b""  # what workers need to connect, beside the address
-        self.gate: Gate | None = None  # to be answered, if there is one; workers wait for it
+        self.key = b""  # workers need it to connect, beside the address
+        self.gate: Gate | None = None  # answer it, if there is one; workers wait for it
         if not folder:
             self.socket.setsockopt(zmq.RCVBUF, 4 << 20)
         if not folder and config.encrypt:
@@ -185,7 +185,7 @@ class SlabServer:
         return self._listener.fileno()
 
     def answer(self) -> None:
-        """Serve one client without waiting for it; what it has not read stays in its socket."""
+        """Serve one client without waiting for it; unread data stays in its socket."""
         with contextlib.suppress(OSError):
             client, _ = self._listener.accept()
             with client:
@@ -196,7 +196,7 @@ class SlabServer:
 def map_slabs(folder: str) -> Slabs | None:
     """Map all slabs; return None if they are on another host, or empty.
 
-    A limit on file sizes makes them empty. Elements travel as frames then.
+    A limit on file sizes makes them empty. Then elements travel as frames.
     """
     if not folder:
         return None

@@ -50,7 +50,7 @@ from taas.wire.framing import Alive, Leave, pack, seal
 from taas.wording import killed_by
 
 _FLUSH = 0.002
-"""Results may wait so many seconds, to travel together."""
+"""Results may wait that many seconds, so that several travel together."""
 
 
 class Worker:
@@ -92,7 +92,7 @@ class Worker:
                 self._serve(self._todo.popleft())
 
     def _listen(self) -> None:
-        """Take in what has arrived; wait for a message if there is nothing to do."""
+        """Read the messages that have arrived; wait for one if there is nothing to do."""
         idle = not self._todo
         if idle or time.perf_counter() - self._flushed > _FLUSH:
             self._flush()
@@ -141,7 +141,7 @@ class Worker:
                 made = slot, made.packed
             region, stream = made
             self._send(ticket, region, stream, failed)
-            # also of an element that did not fit into the slot, and lies elsewhere
+            # this holds also for an element that did not fit into the slot, and is elsewhere
             leaked = slot.slot and slot.is_held()
             if leaked:
                 self._plain_stack.add(ticket.loader)
@@ -168,7 +168,7 @@ class Worker:
     def _make(self, ticket: Ticket, region: RawRegion) -> tuple[RawRegion, bytes] | Failure | int:
         """Return an element, packed into this region or another one.
 
-        Of a stream that has no more, return how many elements it has.
+        If its stream has ended, return the stream's number of elements.
         """
         title, parts = self._loaders[ticket.loader]
         if ticket.poison:
