@@ -36,7 +36,7 @@ from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
 from taas.notebook.live_view import notify_at_end
 from taas.notebook.reached_code import takes_first_gpu_for_its_own
-from taas.notebook.supervisor_link import get_supervisor
+from taas.notebook.supervisor_client import get_supervisor
 from taas.runs.places import check_room
 from taas.runs.reader import finish
 from taas.runs.records import RunRecord, read_record

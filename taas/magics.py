@@ -177,7 +177,7 @@ def _release_what_is_left(_result: object) -> None:
     shell.events.unregister("post_run_cell", _release_what_is_left)
     if (
         headed_cell not in shell.input_transformers_cleanup
-        and "taas.notebook.supervisor_link" in sys.modules
+        and "taas.notebook.supervisor_client" in sys.modules
     ):
         _frontend().release_ahead()
 

@@ -24,7 +24,7 @@ from taas.notebook import doctor
 PROGRAM = """
 import json, os, sys
 from taas.header.options import RunSpec
-from taas.notebook.supervisor_link import get_supervisor
+from taas.notebook.supervisor_client import get_supervisor
 from taas.wire.clients import Gpu, Submit
 from taas.wire.framing import Memory
 from taas.wire.ranks import Cell, Workspace

@@ -48,5 +48,5 @@ def test_unload_ext_ends_it(book: Notebook) -> None:
 def test_nothing_is_started_for_another_engine(book: Notebook) -> None:
     """The VMs of a cluster are asked for by a run; a plain import starts nothing either."""
     book.good("import os; os.environ['TAAS_ENGINE'] = 'ray 10.0.0.1:6379'\n%load_ext taas")
-    book.good("import taas\nfrom taas.notebook import supervisor_link")
-    assert book.value("supervisor_link._ahead, supervisor_link._current") == "None None"
+    book.good("import taas\nfrom taas.notebook import supervisor_client")
+    assert book.value("supervisor_client._ahead, supervisor_client._current") == "None None"

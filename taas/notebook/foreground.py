@@ -17,7 +17,7 @@ from taas.errors import RunLost, TaasError
 from taas.notebook.cell_output import say
 from taas.notebook.kernel_memory import said_of_kernel_memory
 from taas.notebook.live_view import RunView
-from taas.notebook.supervisor_link import SupervisorLink
+from taas.notebook.supervisor_client import SupervisorClient
 from taas.runs.reader import POLL_SECONDS, build_interrupt
 from taas.runs.records import RunRecord
 from taas.wire.clients import Refused, RunRequest, RunState, Submit
@@ -69,7 +69,7 @@ class Interrupts:
         finally:
             self._last = sys.maxsize
 
-    def check(self, supervisor: SupervisorLink) -> None:
+    def check(self, supervisor: SupervisorClient) -> None:
         """Check from the second interrupt on that the supervisor answers; kill a silent one.
 
         Raises:
@@ -86,7 +86,7 @@ class Interrupts:
             raise build_interrupt("the supervisor did not answer, and was killed with all its runs")
 
 
-def _begin(supervisor: SupervisorLink, submit: Submit, interrupts: Interrupts) -> RunRecord:
+def _begin(supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts) -> RunRecord:
     """Submit a run; return its record once the supervisor has accepted it.
 
     Raises:
@@ -105,7 +105,7 @@ def _begin(supervisor: SupervisorLink, submit: Submit, interrupts: Interrupts) -
 
 
 def start_background(
-    supervisor: SupervisorLink, submit: Submit, interrupts: Interrupts
+    supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts
 ) -> RunRecord:
     """Submit a run that goes on by itself, unless it was interrupted before it had begun."""
     record = _begin(supervisor, submit, interrupts)
@@ -116,7 +116,7 @@ def start_background(
 
 
 def run_in_foreground(
-    supervisor: SupervisorLink,
+    supervisor: SupervisorClient,
     submit: Submit,
     interrupts: Interrupts,
     captured: Capture,
@@ -137,7 +137,7 @@ class _Foreground(RunView):
     """The view of a run whose cell waits for it; it takes the names when the run is over."""
 
     def __init__(
-        self, record: RunRecord, shell: Any, supervisor: SupervisorLink, interrupts: Interrupts
+        self, record: RunRecord, shell: Any, supervisor: SupervisorClient, interrupts: Interrupts
     ) -> None:
         super().__init__(record, shell, live=True)
         self._supervisor, self._interrupts = supervisor, interrupts

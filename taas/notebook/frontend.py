@@ -35,7 +35,7 @@ from taas.notebook.doctor import Finding, report
 from taas.notebook.live_view import UpdatedView, attach, mend_lines, show_live_table
 from taas.notebook.run_handle import RunHandle
 from taas.notebook.steering import Frontend, do
-from taas.notebook.supervisor_link import release_ahead, start_ahead
+from taas.notebook.supervisor_client import release_ahead, start_ahead
 from taas.notebook.tables import Shown
 from taas.runs.records import RunRecord, in_words
 from taas.wording import shown, visible

@@ -26,7 +26,7 @@ from taas.notebook.bug_report import write_report
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, plain_among, say
 from taas.notebook.doctor import Finding
 from taas.notebook.export import export
-from taas.notebook.supervisor_link import get_supervisor
+from taas.notebook.supervisor_client import get_supervisor
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.notebook.watched_run import in_full

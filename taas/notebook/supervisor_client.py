@@ -28,7 +28,7 @@ from taas.wording import shown
 _START_SECONDS = 60.0
 
 
-class SupervisorLink(Wire):
+class SupervisorClient(Wire):
     """The kernel's connection to one supervisor, and the end of the life pipe that only it has.
 
     Attributes:
@@ -156,11 +156,11 @@ def _start(config: SupervisorConfig) -> Connection:
         process.wait()  # it has exited at once: the supervisor is its orphaned child
 
 
-_current: SupervisorLink | None = None
+_current: SupervisorClient | None = None
 _ahead: threading.Thread | None = None
 
 
-def get_supervisor(*, warm: bool) -> SupervisorLink:
+def get_supervisor(*, warm: bool) -> SupervisorClient:
     """Return this kernel's supervisor, starting one if there is none.
 
     Args:
@@ -174,7 +174,7 @@ def get_supervisor(*, warm: bool) -> SupervisorLink:
     if _current is None or not _current.usable:
         if _current is not None:
             _current.close()
-        _current = SupervisorLink(warm=warm)
+        _current = SupervisorClient(warm=warm)
     return _current
 
 
@@ -194,7 +194,7 @@ def _start_idle() -> None:
     global _current
     # the cell that needs a supervisor says why there is none
     with contextlib.suppress(EngineError, OSError):
-        _current = SupervisorLink(warm=True, idle=True)
+        _current = SupervisorClient(warm=True, idle=True)
 
 
 def release_ahead() -> None:
