@@ -1,1 +1,1 @@
-"""What a cell header says: its text becomes a `RunSpec`."""
+"""The cell header: parses its text into a `RunSpec`."""

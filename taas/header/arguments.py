@@ -21,12 +21,12 @@ class Option:
     """A row of a table of options.
 
     Attributes:
-        metavar: how its value is written in help; empty for an option that takes none.
-        convert: what its value may be; None for an option that takes none.
+        metavar: how help writes its value; empty for an option without a value.
+        convert: the kind of its value; None for an option without a value.
         setting: section and key of ``taas.toml`` that give its default.
         repeats: it may be given several times; its value is a tuple.
-        delivers: it concerns registered loaders only, and so needs ``--cpus``.
-        meant_by: what other launchers call it, and what people type for it.
+        delivers: it is for registered loaders only, and so needs ``--cpus``.
+        meant_by: its names in other launchers, and what people type for it.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Option:
 
     @property
     def usage(self) -> str:
-        """The option and its value, as help shows them."""
+        """The option with its value, as help shows it."""
         return f"--{self.name} {self.metavar}".rstrip()
 
     @property
     def about(self) -> str:
-        """What its value is, and what it does, for completion."""
+        """For completion: the option's value, and what the option does."""
         return ": ".join(filter(None, (self.metavar, self.help)))
 
 
@@ -58,7 +58,7 @@ class Option:
 class Line:
     """The words and options of a line.
 
-    An option without a value is True; one that may be repeated is a tuple.
+    An option without a value is True; an option that repeats is a tuple.
     """
 
     words: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def read_line(
 ) -> Line:
     """Read a line by a table of options; up to ``most_words`` words may stand among them.
 
-    ``elsewhere`` has what to type instead, by the name of what people take for an option here.
+    ``elsewhere`` says what to type instead, by names that people take for options here.
 
     Raises:
         HeaderError: one line: what is wrong, what to type instead, what is allowed.
@@ -110,11 +110,11 @@ def read_line(
 
 
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
-"""What an option begins with, and what editors and web pages make of that."""
+"""The hyphen that begins an option, and the dashes into which editors and web pages turn it."""
 
 
 def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str]) -> str:
-    """Say what a word that is no option was meant to be, or list the options."""
+    """Say which option an unknown word was meant to be, or list the options."""
     typed, equals, value = word.partition("=")
     name = typed.lstrip(_DASHES).replace("_", "-").lower()
     is_option = typed[:1] in tuple(_DASHES) and bool(name)
@@ -135,9 +135,9 @@ def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str
 
 
 def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone: bool) -> Any:
-    """Read an option's value: what was joined to it by ``=``, else the next word.
+    """Read an option's value: the text joined to it by ``=``, else the next word.
 
-    ``alone``: a line takes nothing but options, so words behind the value were meant for it, too.
+    ``alone``: the line takes options only, so words after the value were meant for it, too.
     """
     name = option.name
     is_next = joined is None and bool(waiting) and not waiting[0].startswith("--")
@@ -164,13 +164,13 @@ def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone
         fact = f"--{name} has no value" if missing else f"--{name} {shown(whole) or repr(whole)}"
         raise HeaderError(_wrong_value(option, fact, option.convert.near(whole))) from None
     near = option.convert.near(whole) if beside else None
-    if near and near != value:  # else the words behind it were not meant for it
+    if near and near != value:  # otherwise the words after it were not meant for it
         raise HeaderError(_wrong_value(option, f"--{name} {shown(whole)}", near))
     return result
 
 
 def _wrong_value(option: Option, fact: str, near: str | None) -> str:
-    """Say what a value was meant to be, or what it may be."""
+    """Say which value was meant, or which values are allowed."""
     assert option.convert is not None
     if near:
         return f"{fact}: did you mean --{option.name} {near}? Allowed is {option.convert.allowed}"
@@ -189,13 +189,13 @@ def _wrong_value(option: Option, fact: str, near: str | None) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: what may be typed for it, and what it comes to.
+    """A kind of value: what one may type for it, and how to convert that.
 
     Attributes:
         pattern: a regular expression for the whole text.
         allowed, instead: what is allowed, in words, and an example.
-        make: makes the value of a text; a ValueError: it matches the pattern and is wrong.
-        guess: returns what a wrong text was meant to be; empty if that is not known.
+        make: converts a text that matches the pattern; raises ValueError if it is wrong.
+        guess: returns what a wrong text was meant to be; empty if unknown.
     """
 
     pattern: str
@@ -205,14 +205,14 @@ class Kind:
     guess: Callable[[str], str] = str
 
     def __call__(self, text: str) -> Any:
-        """Return the value of a text; a ValueError: it is not allowed, or is not UTF-8."""
+        """Return the value of a text; raise ValueError if it is not allowed, or is not UTF-8."""
         text.encode()
         if not re.fullmatch(self.pattern, text, re.DOTALL):
             raise ValueError(text)
         return self.make(text)
 
     def near(self, text: str) -> str | None:
-        """Return what a wrong text was surely meant to be, as it is typed; else None."""
+        """Return, as one types it, what a wrong text was surely meant to be; else None."""
         guess = self.guess(text.strip())
         try:
             self(guess)
@@ -288,7 +288,7 @@ def choice(*words: str) -> Kind:
 
 
 def text_of(allowed: str, instead: str) -> Kind:
-    """Return the kind for any text but an empty one; it is judged when the run starts."""
+    """Return the kind for any text that is not empty; it is checked when the run starts."""
     return Kind("[^\0]+", allowed, instead)
 
 
@@ -300,7 +300,7 @@ gpus = Kind(
     lambda text: None if text == "auto" else _between(1, MAX_GPUS)(text),
     lambda text: "auto" if text.lower() in ("all", "every", "max", "-1", "*") else _number_in(text),
 )
-"""How many ranks; None for ``auto``."""
+"""The number of ranks; None for ``auto``."""
 
 
 def _counts(text: str) -> int | dict[str, int]:
@@ -325,11 +325,11 @@ units = Kind(
     _counts,
     _counts_meant,
 )
-"""Elements of each loader, or of each loader by its name."""
+"""A number of elements for each loader, or numbers by the loaders' names."""
 
 
 def ranks(*words: str) -> Kind:
-    """Return the kind for one of a few words, or ranges of ranks."""
+    """Return the kind for one of a few words, or for ranges of ranks."""
 
     def make(text: str) -> str | tuple[int, ...]:
         if text in words:
@@ -420,11 +420,11 @@ seconds = Kind(
     _parse_quantity,
     _time_meant,
 )
-"""A length of time above 0, in seconds where no unit is given."""
+"""A length of time above 0, in seconds if it has no unit."""
 seconds_or_none = Kind(
     _TIME, "a number of seconds, or a time such as 5min", "300", _parse_quantity, _time_meant
 )
-"""A length of time that may be 0."""
+"""A length of time, which may be 0."""
 size = Kind(
     r"[0-9]{1,15}|[0-9]{1,12}(?:\.[0-9]{1,6})?\s*[KMGT]i?B?",
     'a size: bytes, or "2 GiB", or "500 MB"',
@@ -438,7 +438,7 @@ run_name = Kind(
     "train",
     guess=lambda text: re.sub(r"[^\w.-]+", "-", text).strip(".-")[:60],
 )
-"""A name that can be typed after ``%taas logs``."""
+"""A name that one can type after ``%taas logs``."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _BACKEND = f"(?:{'|'.join(BACKENDS)})"
@@ -448,4 +448,4 @@ backend = Kind(
     "gloo",
     guess=lambda text: nearest(text, (*BACKENDS, "cpu:gloo,cuda:nccl"), 0.5) or "",
 )
-"""A torch.distributed backend, or one per device type."""
+"""A torch.distributed backend, or one for each device type."""

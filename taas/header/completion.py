@@ -23,7 +23,7 @@ _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
 def offers(line: str) -> tuple[str, dict[str, str]]:
-    """Return the word at the end of a line, and what may complete it, each with its meaning."""
+    """Return the word at the end of a line, and the texts that may complete it, with meanings."""
     *before, word = re.split(r"[\s=]+", line)
     allowed: Mapping[str, str] = {}
     if kind := _TYPE.fullmatch(line):
@@ -62,7 +62,7 @@ def header_matcher(context: Any) -> dict[str, Any]:
     try:
         word, texts = offers(context.text_until_cursor.splitlines()[-1])
     except (IndexError, TaasError):
-        # nothing is typed, or taas.toml is wrong, which the cell says when it is executed
+        # nothing is typed, or taas.toml is wrong; the cell reports that when it runs
         return {"completions": [], "suppress": False}
     return {
         # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at

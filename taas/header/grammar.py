@@ -2,18 +2,18 @@
 
 ::
 
-    #!g2.8                              the instance type; optional where a pragma stands
-    #pragma taas --gpus 16 --cpus 4     the options; optional where an instance type stands
+    #!g2.8                             the instance type; optional if there is a pragma
+    #pragma taas --gpus 16 --cpus 4    the options; optional if there is an instance type
     <ordinary cell>
 
-``find_header`` looks at every cell the user runs: it is quick and never raises. Only blank lines
-and comments may stand above and between the two lines. What looks like a header and is none
-(``#pragma tass``, a header below code) is a problem to tell, never silently a comment (`_meant`).
-``# pragma taas`` is a header: formatters put that space there. A header is switched off by
-commenting it out: ``##pragma taas`` or ``# #pragma taas``.
+``find_header`` checks every cell that the user runs: it is quick and never raises. Only blank lines
+and comments may stand above and between the two lines. A line that looks like a header and is not
+one (``#pragma tass``, a header below code) is reported, and never silently taken for a comment
+(`_meant`). ``# pragma taas`` is a header, because formatters insert that space. One switches a
+header off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
 
-``parse_header`` judges it, before anything starts, by the option table (`header.options`) and the
-instance types (`config`).
+``parse_header`` checks the header, before anything starts, by the option table (`header.options`)
+and the instance types (`config`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from taas.wording import counted, nearest, refusal, shown
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderText:
-    """A header as found in a cell, not yet judged.
+    """A header as it stands in a cell, not yet checked.
 
-    It has what stands after ``#!`` and ``#pragma taas``, or why it cannot be a header. In a
+    It has the text after ``#!`` and ``#pragma taas``, or the reason why it cannot be a header. In a
     ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed there.
     """
 
@@ -46,25 +46,25 @@ class HeaderText:
 
 _PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
 _TYPE = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])+)\s*((?:--|#).*)?")
-"""A type after ``#!``, and what stands on its line besides; what has words behind it is an ordinary
-comment.
+"""A type after ``#!``, and options or a comment after it. With other words after the type, the line
+is an ordinary comment.
 """
 _TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,:-]\w+)?|.*[{$].*", re.ASCII | re.IGNORECASE)
-"""What is meant as a type also without a pragma: written like one, or like a GPU: ``g2-8``,
-``8xA100``.
+"""A text that is meant as a type even without a pragma: it is written like one, or like a GPU:
+``g2-8``, ``8xA100``.
 """
 _WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
 """The first two words of a comment, and the rest."""
 NOT_WITH_KEEP = ("background", "max-restarts", "return")
-"""Options by which ranks outlive their notebook, start anew, or hold names that it lacks."""
+"""Options by which ranks outlive their notebook, start again, or hold names that it lacks."""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
 def find_header(cell: str) -> HeaderText | None:
     """Return the header of a cell, or None for an ordinary cell. It never raises.
 
-    Cells that begin with a cell magic are ordinary, as what is in them may be another language,
-    unless the magic runs Python: ``%%time`` above a header would leave the header a comment.
+    A cell that begins with a cell magic is ordinary, because its body may be another language,
+    unless the magic runs Python: below ``%%time``, a header would otherwise remain a comment.
     """
     if "#" not in cell:
         return None
@@ -85,12 +85,12 @@ def parse_magic_line(line: str) -> HeaderText:
 
 
 def has_code(cell: str) -> bool:
-    """Tell whether a cell has anything but comments."""
+    """Tell whether a cell has anything except comments."""
     return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
 
 
 def _read_top(cell: str) -> tuple[HeaderText, int]:
-    """Read the head of a cell, up to its first line of code, whose place is the second result."""
+    """Read the head of a cell, up to its first line of code; return it and that line's index."""
     head, at = [], 0
     for line in cell.split("\n"):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -129,7 +129,7 @@ def _out_of_order(
 
 
 def _nearly(comment: str, *, headed: bool) -> str | None:
-    """Say why a comment that was surely meant as a pragma is none; None for other comments."""
+    """Say why a comment that was surely meant as a pragma is not one; None for others."""
     meant = _meant(comment, headed=headed)
     if meant is None:
         return None
@@ -138,11 +138,11 @@ def _nearly(comment: str, *, headed: bool) -> str | None:
 
 
 def _meant(comment: str, *, headed: bool = False) -> str | None:
-    """Return the options of what was surely meant as a pragma; None for other comments.
+    """Return the options in a comment that was surely meant as a pragma; None for others.
 
-    It begins with ``pragma taas``, nearly as that is spelt, or with one of these words and an
-    option. Where it is ``headed`` by an instance type alone, and the cell would train in one rank,
-    a word or an option is enough.
+    Such a comment begins with ``pragma taas``, nearly in this spelling, or with one of these words
+    and an option. If an instance type alone ``headed`` the cell, which would then train in one
+    rank, a word or an option is enough.
     """
     words = _WORDS.match(comment)
     assert words is not None
@@ -155,7 +155,7 @@ def _meant(comment: str, *, headed: bool = False) -> str | None:
 
 
 def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
-    """Return the problem of a header below code; lines inside a text in triple quotes are none."""
+    """Return what is wrong with a header below code; lines inside triple quotes do not count."""
     at, quotes = 0, 0
     for number, line in enumerate(cell.split("\n"), 1):
         comment = line.strip()
@@ -185,7 +185,7 @@ def parse_header(
     visible_gpus: int,
     registered: Sequence[str],
 ) -> RunSpec:
-    """Judge a header; ``expand`` replaces ``{name}`` and ``$name`` in it.
+    """Check a header; ``expand`` replaces ``{name}`` and ``$name`` in it.
 
     ``registered`` are the names of the registered loaders.
 
@@ -226,7 +226,7 @@ def is_setup(header: HeaderText | None) -> bool:
 
 
 def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
-    """Refuse other options beside ``--setup``: a setup cell is no run."""
+    """Refuse other options beside ``--setup``: a setup cell is not a run."""
     if "setup" not in given:
         return
     others = [f"--{name}" for name in given if name != "setup"] + ([kind.name] if kind else [])
@@ -238,9 +238,9 @@ def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
 def _shape(
     kind: InstanceType | None, given: dict[str, Any], visible: int, before: str
 ) -> dict[str, Any]:
-    """Return the numbers of VMs, of ranks on each, and of GPUs for each rank.
+    """Return the number of VMs, of ranks on each, and of GPUs for each rank.
 
-    ``before`` is what an instance type is typed after.
+    ``before`` is the text after which one types an instance type.
     """
     if kind is None:
         if "gpus" not in given:
@@ -264,14 +264,14 @@ def _shape(
 
 
 def _check_keep(given: dict[str, Any]) -> None:
-    """Refuse options that do not go with ``--keep``: kept ranks hold their notebook's names."""
+    """Refuse options that contradict ``--keep``: kept ranks hold their notebook's names."""
     for other in NOT_WITH_KEEP:
         if "keep" in given and given.get(other, 0) != 0:  # --max-restarts 0 asks for nothing
             raise HeaderError(refusal(f"--keep with --{other}", f"leave --{other} out"))
 
 
 def _check_delivery(given: dict[str, Any], registered: Sequence[str]) -> None:
-    """Check that options of registered loaders have ``--cpus``, and that a loader is registered."""
+    """Refuse options for registered loaders without ``--cpus``, or without a registered loader."""
     asked = next((name for name in given if OPTIONS[name].delivers or name == "cpus"), None)
     if asked is not None and not registered:
         fact = f"--{asked}, and no DataLoader is registered"

@@ -1,6 +1,6 @@
 """The options of a header: each is a field of `RunSpec`, with the option that sets it.
 
-To add an option, add a row: the field, its help, what it takes, and its default. Parsing, help,
+To add an option, add a row: the field, its help, its kind of value, and its default. Parsing, help,
 Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks follow. The code that
 acts on it reads ``submit.cell.spec``, in a rank ``order.cell.spec``. A test freezes the list of
 options (tests/test_header_parse.py).
@@ -41,7 +41,7 @@ def _row(
     option: str = "",
     **more: Any,
 ) -> Any:
-    """Return a field that an option sets: ``--field-name``, or what ``option`` says.
+    """Return a field that an option sets: ``--field-name``, or the one that ``option`` names.
 
     The other arguments are those of `Option`.
     """
@@ -71,22 +71,22 @@ MAY_DIFFER = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a header asks for, checked and complete; the rows' help says what the options do.
+    """A header's request, checked and complete; the rows' help says what the options do.
 
     Attributes:
-        instance: instance type of the rank VMs; None for this machine, or what the engine has.
-        gpus_per_rank: 1; all GPUs of the VM where one process runs on it (``#!TYPE`` without
+        instance: instance type of the rank VMs; None for this machine, or for the engine's choice.
+        gpus_per_rank: 1; all GPUs of the VM if one process runs on it (``#!TYPE`` without
             ``--gpus``); 0 on a CPU type.
         data_vms: 0 without ``--cpus``.
-        name: None to have one made.
-        prebuffer: None for two per rank.
+        name: None: the supervisor makes one.
+        prebuffer: None: two elements for each rank.
     """
 
     instance: str | None = None
     vms: int = 1
     ranks_per_vm: int = 1
     gpus_per_rank: int = 1
-    # A row: what the option does; what its value is called and may be, and what holds without it.
+    # A row: what the option does; the name and the kind of its value; the default.
     # fmt: off
     data_vms: int = _row(
         "c1.4 VMs on which each registered DataLoader runs",
@@ -160,7 +160,7 @@ class RunSpec:
         return {"0": (0,), "all": tuple(range(self.world_size)), "none": ()}[self.output]
 
     def of_ranks(self) -> dict[str, object]:
-        """Return what two cells must have in common to run in the same ranks, by field."""
+        """Return, by field, what two cells must have in common to run in the same ranks."""
         names = [one.name for one in fields(self) if one.name not in MAY_DIFFER]
         return {name: getattr(self, name) for name in names}
 
@@ -196,15 +196,15 @@ _FIELDS: dict[str, Option] = {
     for row in fields(RunSpec)
     if (option := row.metadata.get("option")) is not None
 }
-"""By the name of a field, the option that sets it."""
+"""The option that sets a field, by the field's name."""
 OPTIONS: dict[str, Option] = {option.name: option for option in (_GPUS, *_FIELDS.values(), _SETUP)}
-"""All that a header may ever say, and what help, completion and error messages name."""
+"""All options of a header; help, completion and error messages list them."""
 SETTINGS = {option.setting: option for option in OPTIONS.values() if option.setting}
-"""By section and key of ``taas.toml``, the option of which that says what holds in notebooks."""
+"""The options that set a default in notebooks, by section and key of ``taas.toml``."""
 DEFAULTS = {
     option.setting: getattr(RunSpec, name) for name, option in _FIELDS.items() if option.setting
 }
-"""What holds where neither a header nor ``taas.toml`` says anything, by section and key."""
+"""The default, by section and key, if neither a header nor ``taas.toml`` sets the option."""
 ON = Option(
     "on",
     "TYPE",
@@ -237,7 +237,7 @@ def options_table() -> str:
 
 
 def read_options(text: str, *, magic: bool) -> dict[str, Any]:
-    """Read the options of a header or magic line, expanded; those not given are left out.
+    """Read the options of a header or magic line, after expansion; absent options are left out.
 
     Raises:
         HeaderError: one line: what is wrong, what to type instead, what is allowed.
@@ -250,10 +250,10 @@ def read_options(text: str, *, magic: bool) -> dict[str, Any]:
 def spec_values(
     given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int
 ) -> dict[str, Any]:
-    """Return the fields that the header sets, or else ``taas.toml``.
+    """Return the fields that the header, or else ``taas.toml``, sets.
 
     Raises:
-        HeaderError: a rank is named that the run does not have.
+        HeaderError: it names a rank that the run does not have.
     """
     values: dict[str, Any] = {}
     for name, option in _FIELDS.items():
