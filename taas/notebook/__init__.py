@@ -1,1 +1,1 @@
-"""What a notebook or a terminal shows of runs, and what a person can do with them."""
+"""Shows runs in a notebook or a terminal, and lets a person steer them."""

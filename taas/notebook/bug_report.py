@@ -1,9 +1,8 @@
-"""``taas doctor --report RUN``: one text file about a run, which a user attaches to a bug report.
+"""``taas doctor --report RUN``: one text file about a run, to attach to a bug report.
 
 It has the run's record, the log files of its supervisor and agents, and what ``taas doctor`` finds
-on this machine. It has nothing that is the user's own: no names and their values, no text of a
-cell, of its output or of an error, no variables of the environment. Paths below the home directory
-begin with ``~``.
+on this machine. It has nothing of the user's own: no names and values, no text of a cell, of its
+output or of an error, no environment variables. Paths below the home directory begin with ``~``.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from taas.process_log import log_files
 from taas.runs.records import RunRecord
 
 _WITH_NAMES = frozenset({"returned", "collect", "shared", "name"})
-"""Options of the header whose values are names or paths of the user's."""
+"""Options of the header whose values are the user's names or paths."""
 _FRAME = re.compile(r'^\s*(?:File )?"?([^\s"]*[/\\][^\s":]+\.py)"?(?::|, line )(\d+)')
-"""A line of a traceback that names a file, as Python and IPython write it."""
+"""A line of a traceback that names a file, in Python's or IPython's form."""
 
 
 def write_report(record: RunRecord, findings: Iterable[Finding], folder: Path) -> list[str]:
     """Write the report of a run into a folder; return lines for the user.
 
     Raises:
-        EngineError: it cannot be written there.
+        EngineError: the file cannot be written there.
     """
     path = folder / f"taas-report-{record.name}.txt"
     text = "\n".join(_sections(record, findings))
@@ -70,7 +69,7 @@ def _sections(record: RunRecord, findings: Iterable[Finding]) -> Iterator[str]:
 def without_home(text: str, home: str) -> str:
     """Return a text in which paths below the home directory begin with ``~``.
 
-    In a container the home may be ``/``, or not known, and then is ``~`` already.
+    In a container the home may be ``/``, or unknown; then nothing is replaced.
     """
     if home in ("/", "~"):
         return text
@@ -78,7 +77,7 @@ def without_home(text: str, home: str) -> str:
 
 
 def public_part(record: RunRecord) -> dict[str, Any]:
-    """Return what a record says of a run, without what is the user's own."""
+    """Return the facts of a record, without anything of the user's own."""
     facts: dict[str, Any] = msgspec.to_builtins(record)
     cell = facts.pop("cell")
     spec = cell["spec"]
@@ -87,7 +86,7 @@ def public_part(record: RunRecord) -> dict[str, Any]:
     }
     facts["lines of the cell"] = len(record.cell.text.splitlines())
     for name in ("project", "notebook", "questions", "notices", "message", "waiting"):
-        facts.pop(name)  # texts with names, paths or words of the user's
+        facts.pop(name)  # they have the user's names, paths or words
     facts["losses"] = len(record.losses)
     facts["use"] = [
         {k: v for k, v in use.items() if not isinstance(v, str)} for use in facts["use"]
@@ -105,7 +104,7 @@ def public_part(record: RunRecord) -> dict[str, Any]:
 
 
 def _frames(traceback: Iterable[str]) -> list[str]:
-    """Return the files and lines of a traceback that lie in installed packages."""
+    """Return the files and lines of a traceback that are in installed packages."""
     found = [_FRAME.match(line) for line in traceback]
     places = [f"{match[1]}:{match[2]}" for match in found if match is not None]
     return [place for place in places if "site-packages" in place or "/taas/" in place]

@@ -1,8 +1,8 @@
-"""``taas.run`` and ``taas.submit``: a function in ranks, from Python.
+"""``taas.run`` and ``taas.submit``: call a function in ranks, from Python.
 
-A call is a cell of one line, ``returned = function(*arguments)``, whose header is made of the
-keyword arguments that are options of the header. All else is as for any cell: which names travel,
-what comes back, output, errors, interrupts.
+A call is a cell of one line, ``returned = function(*arguments)``. The keyword arguments that are
+options of the header make its header. Everything else is as for any cell: which names travel, what
+comes back, output, errors, interrupts.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ _OF_CELLS = {
     "return": "what the function returns is the result",
     "setup": "head a cell of its own with #pragma taas --setup",
 }
-"""Options of the header that a call has no use for, and what there is instead."""
+"""Options of the header that make no sense for a call, and what to use instead."""
 
 
 def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **more: Any) -> Any:
-    """Call a function in ranks, as a cell with a header would; return what it returned in rank 0.
+    """Call a function in ranks, as a cell with a header would; return what it returns in rank 0.
 
-    Objects of the notebook that the function changes in rank 0 have changed in the notebook
-    afterwards::
+    If the function changes objects of the notebook in rank 0, the notebook's objects change, too::
 
         accuracy = taas.run(train, model, lr=0.1, gpus=4)
 
     Args:
         function: a function of the notebook, of a script, or of a module.
         args: its positional arguments.
-        collect: return a list with the value of each rank, in their order, instead.
+        collect: return a list with the value of each rank, in rank order, instead.
         more: options of the header, as ``%%taas?`` lists them (``gpus``, which is ``"auto"`` if
             neither it nor ``on`` is given; ``cpus``, ``units``, ``name``, ``max_restarts`` …), and
             the function's keyword arguments.
 
     Raises:
         TypeError: the function does not take these arguments. Nothing was started.
-        HeaderError: an option asks for what cannot be. Nothing was started.
-        CaptureError: what the function needs cannot travel, or what it returned cannot come back.
+        HeaderError: an option has an impossible value. Nothing was started.
+        CaptureError: an object that it needs cannot travel, or its value cannot come back.
         CellFailed, RunLost, EngineError: as a cell raises them.
     """
     call = _Call.of(function, args, more, collect=collect)
@@ -83,9 +82,8 @@ def submit(
     """Call a function in ranks, in the background; return a handle at once.
 
     Arguments and errors before the start are those of :func:`run`. The handle's ``result()`` is a
-    copy of what the function returned; nothing changes in the notebook. Where other runs have the
-    GPUs, or without GPUs the processors, it waits for its turn, in the order in which runs were
-    submitted::
+    copy of what the function returns; nothing changes in the notebook. If other runs have the GPUs
+    (without GPUs, the processors), the run waits for its turn, in the order of submission::
 
         runs = [taas.submit(train, lr=lr, gpus=2) for lr in (0.1, 0.01, 0.001)]
         losses = [run.result() for run in runs]
@@ -122,7 +120,7 @@ class _Call(NamedTuple):
 
         Raises:
             TypeError: the function does not take these arguments.
-            HeaderError: an option is one of cells only.
+            HeaderError: an option is for cells only.
         """
         if not callable(function):
             raise TypeError(f"taas.run takes a function, and a {type(function).__name__} is none")
@@ -149,13 +147,13 @@ class _Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function's name, or what stands for it in an identifier."""
+        """The function's name, or a substitute that is an identifier."""
         name = _name_of(self.function.func)
         return name if name.isidentifier() else "function"
 
     @property
     def returned(self) -> str:
-        """The name that the function's value has in the ranks."""
+        """The name of the function's value in the ranks."""
         return f"_{self.name}_returned"
 
     @property
@@ -196,7 +194,7 @@ class _Call(NamedTuple):
 
 
 def _meant_for_both(key: str, function: Callable[..., Any]) -> str:
-    """Say that an argument may be meant for the run or for the function, and how to tell."""
+    """Say that an argument may be for the run or for the function, and how to make it clear."""
     name = _name_of(function)
     return (
         f"{key} is an option of the run, and a parameter of {name} as well: give the function its"
@@ -224,7 +222,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a function's parameters, as far as Python can tell."""
     try:
         return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function that is written in C
+    except (TypeError, ValueError):  # a function written in C
         return frozenset()
 
 
@@ -238,7 +236,7 @@ def _check_arguments(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # its ranks will raise the error
+        return  # the ranks will raise the error
     try:
         signature.bind(*args, **named)
     except TypeError as error:
@@ -254,7 +252,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _shell() -> Any:
-    """Return the notebook's shell; in a script one whose names are the script's."""
+    """Return the notebook's shell; in a script, a shell on the script's names."""
     shell = get_ipython()
     if getattr(shell, "is_rank", False):
         raise HeaderError(

@@ -1,8 +1,8 @@
-"""Shows what ranks wrote, in a notebook's cell or in a terminal.
+"""Shows what ranks write, in a notebook's cell or in a terminal.
 
-A front end pays for messages, not for text: 900 of them keep JupyterLab busy for a minute and a
-half. So text that comes soon after other text waits for more of it in ipykernel's streams, as a
-plain cell's does.
+A front end is slow for each message, not for each character: 900 messages keep JupyterLab busy for
+a minute and a half. So text that comes soon after other text waits in ipykernel's streams for more,
+as a plain cell's does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord
 
 _TOGETHER_SECONDS = 0.005
-"""So long after something was shown, output is collected, and then shown together."""
+"""For that long after something was shown, output is collected, and then shown together."""
 _LONGEST_BAR = 1000
-"""Characters of a line that is written over; nobody looks at a longer one."""
+"""The longest line, in characters, that is treated as a progress bar."""
 _MESSAGE_SECONDS = 0.2
-"""How long ipykernel lets text of a stream wait for more; here the first text does not wait."""
+"""For that long ipykernel lets text of a stream wait for more; the first text here never waits."""
 
 
 def follow(
@@ -33,16 +33,16 @@ def follow(
     wait: Callable[[float], None] | None = None,
     ask: Callable[[RunRecord], bool] = lambda _: False,
 ) -> RunRecord:
-    """Show what ranks have written and go on writing, until the run is over.
+    """Show what ranks have written, and what they go on writing, until the run is over.
 
     Args:
         reader: the run.
-        screen: where it is shown.
-        look: called several times a second, and after each piece of output, with the run's record
-            as it is then.
-        wait: waits so many seconds, or until there may be something new; None: as the reader does.
-        ask: puts what a rank asks to the person, once all that was written before is shown; returns
-            whether it did.
+        screen: where the output is shown.
+        look: called with the run's current record, several times a second, and after each piece
+            of output.
+        wait: waits so many seconds, or until there may be new output; None: as the reader does.
+        ask: asks the person a rank's question, once all earlier output is shown; returns whether
+            there was one.
 
     Returns:
         The run's last record.
@@ -56,7 +56,7 @@ def follow(
             if items := reader.read():
                 screen.show(items)
                 time.sleep(_TOGETHER_SECONDS)
-            elif reader.over:  # it was over before the files were read, so that was all
+            elif reader.over:  # it was over before the files were read, so all of them was read
                 screen.end_lines()
                 return reader.record
             elif not ask(reader.record):
@@ -66,7 +66,7 @@ def follow(
 
 
 def say(*lines: str) -> None:
-    """Tell the user something that is not the cell's own output."""
+    """Print a message to the user that is not the cell's own output."""
     for line in lines:
         sys.stdout.write(f"taas: {line}\n")
     sys.stdout.flush()
@@ -78,11 +78,11 @@ def plain_among(record: RunRecord) -> int | None:
 
 
 class _TaggedLines:
-    """The lines of several ranks on one stream, each behind its rank's number.
+    """The lines of several ranks on one stream, each after its rank's number.
 
-    This holds for lines that are written over, too, as progress bars are. A front end has one open
-    line. While another rank writes, a rank's bar is taken off that line, and comes back with the
-    rank's next text or at the end. An open line that is no bar is ended, and goes on as a new one.
+    Lines that are written over, such as progress bars, have it, too. A front end has one open line.
+    While another rank writes, a rank's bar is taken off that line; it comes back with the rank's
+    next text, or at the end. An open line that is no bar is ended, and continues as a new one.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _TaggedLines:
                 out.append(piece if line or rank in self._bars else f"{tag}{piece}")
                 self._bars.discard(rank)
                 line = ""
-            elif not piece.strip() and rank in self._bars and not line:  # a bar is cleared so
+            elif not piece.strip() and rank in self._bars and not line:  # this clears a bar
                 out.append(f"{' ' * len(tag + piece)}\r")
             elif piece:
                 out.append(piece if line else f"{tag}{piece}")
@@ -135,10 +135,10 @@ class _TaggedLines:
 
 
 class Screen:
-    """Where output of ranks is shown: streams as this process's own, and what taas says.
+    """Where ranks' output is shown: on streams like this process's own; with messages of taas.
 
     Args:
-        plain: the rank whose lines carry no number; None: all carry one.
+        plain: the rank whose lines have no number; None: all lines have one.
         pause: seconds after a message in which text waits for more.
     """
 
@@ -148,7 +148,7 @@ class Screen:
         self._next = 0.0
 
     def show(self, items: Iterable[Output]) -> None:
-        """Show consecutive output of ranks: text now, or with what comes soon after it."""
+        """Show consecutive output of ranks: text now, or together with what follows soon."""
         for item in items:
             if item.kind not in ("clear", "update", "comm"):
                 self.settle()
@@ -175,7 +175,7 @@ class Screen:
         self._write(stream, text if rank == self._plain else self._lines[stream].add(rank, text))
 
     def end_lines(self) -> None:
-        """Show what bars were last, of ranks that will not write any more."""
+        """Show the last state of bars, once their ranks write no more."""
         for stream, lines in self._lines.items():
             if rest := lines.end():
                 self._write(stream, rest)
@@ -185,7 +185,7 @@ class Screen:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Do now what waits for the next output, which is at hand."""
+        """Do now what was put off until the next output, which follows."""
 
 
 class CellOutput(Screen):
@@ -194,11 +194,11 @@ class CellOutput(Screen):
     Args:
         shell: the notebook's.
         plain: as in `Screen`.
-        live: it is shown as it is written.
+        live: the output is shown while it is written.
 
     Attributes:
-        above: shows again what stands above the output, which goes when a rank clears what the cell
-            shows.
+        above: shows again the view above the output, which vanishes when a rank clears the cell's
+            output.
     """
 
     def __init__(self, shell: Any, plain: int | None = 0, *, live: bool = False) -> None:
@@ -212,7 +212,7 @@ class CellOutput(Screen):
         if kind == "clear":
             self._clear(**arguments)
         elif kind == "comm":
-            if self._ends is not None:  # without a front end there are no models
+            if self._ends is not None:  # without a front end there are no widget models
                 self._ends.take(arguments)
         elif kind == "result":
             hook = self._shell.displayhook
@@ -220,7 +220,7 @@ class CellOutput(Screen):
             hook.write_output_prompt()
             hook.write_format_data(arguments["data"], arguments["metadata"])
             hook.finish_displayhook()
-        elif kind == "error":  # an error that IPython shows, and after which the cell goes on
+        elif kind == "error":  # IPython showed an error, and the cell goes on
             etype = type(arguments["ename"], (Exception,), {})
             self._shell._showtraceback(etype, arguments["evalue"], arguments["traceback"])
         else:
@@ -234,19 +234,19 @@ class CellOutput(Screen):
             self.settle()
 
     def names_came(self) -> None:
-        """Make widgets among the names that came back the notebook's."""
+        """Give the notebook the widgets among the names that came back."""
         if self._ends is not None:
             self._ends.settle()
 
     def settle(self) -> None:
-        """Do a clear now that waits for the next output, which is at hand."""
+        """Clear now, if a clear was put off until the next output, which follows."""
         if self._clears_with_next:
             self._clears_with_next = False
             self.above()
 
 
 class TerminalOutput(Screen):
-    """Output as text; of displays their plain form."""
+    """Output as text; displays in their plain form."""
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
         if text := plain_form(kind, arguments):

@@ -1,12 +1,12 @@
 """Widgets in ranks: their messages to the front end, and the kernel's ends of their channels.
 
-A widget has a *comm*, a channel to its model in the front end, which draws it. What a rank's widget
-says goes where displays go, and the cell passes it on as the kernel's own. Since the rank ends with
-the cell, the kernel makes a *twin* of each widget, as it does of one that the front end opens: a
-page that is loaded again asks the kernel for all states, and sliders are moved when the rank is
+A widget has a *comm*, a channel to its model in the front end, which draws it. The messages of a
+rank's widget go where displays go, and the cell passes them on as the kernel's own. The rank ends
+with the cell. So the kernel makes a *twin* of each widget, as it does of a widget that the front
+end opens: a reloaded page asks the kernel for all states, and users move sliders when the rank is
 gone. A twin has its model's state and does nothing of its own.
 
-A comm that travels with its widget, either way, becomes the comm with the same id there.
+A comm that travels with its widget, in either direction, becomes the comm with the same id there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from taas.import_hooks import loaded
 from taas.wording import shown, text_of
 
 _WIDGETS = "jupyter.widget"
-"""The comms of ipywidgets."""
+"""The comm target of ipywidgets."""
 _CLASS = tuple(
     f"_{of}_{what}" for of in ("model", "view") for what in ("module", "module_version", "name")
 )
-"""What a model's state says of its class, in the order in which ipywidgets asks for it."""
+"""Keys of a model's state that name its class, in the order in which ipywidgets asks for them."""
 
 Publish = Callable[..., None]
 
@@ -43,7 +43,7 @@ class _RankComm(BaseComm):
     No reply comes while the cell runs, as in a notebook.
     """
 
-    __qualname__ = "BaseComm"  # as the kernel's: an object that comes back is checked by it
+    __qualname__ = "BaseComm"  # as the kernel's: a check of what comes back compares it
     publish: Publish
 
     def publish_msg(
@@ -69,7 +69,7 @@ class _RankComm(BaseComm):
 
 
 def open_comms_to(publish: Publish) -> None:
-    """Let libraries of this process open comms whose messages are given to ``publish``."""
+    """Let libraries of this process open comms, whose messages go to ``publish``."""
     _RankComm.publish = staticmethod(publish)
     comm.create_comm = _RankComm
 
@@ -78,7 +78,7 @@ def open_comms_to(publish: Publish) -> None:
 
 
 def let_comms_travel() -> None:
-    """Let pickles of this process hold comms of the kernel's, with the widgets that have them."""
+    """Let pickles of this process hold the kernel's comms, with the widgets that have them."""
     try:
         from ipykernel.comm.comm import BaseComm as KernelComm
     except ImportError:  # ipykernel before 6.18 has comms of its own
@@ -92,7 +92,7 @@ def _reduced(end: BaseComm) -> tuple[Any, ...]:
 
 
 def _end_of(comm_id: str, target_name: str) -> BaseComm:
-    """Return this process's end of a comm that is open already."""
+    """Return this process's end of a comm that is already open."""
     manager = comm.get_comm_manager()
     end = manager.comms.get(comm_id)
     if end is None:
@@ -108,8 +108,8 @@ class KernelEnds:
     """Passes on the messages of one run's widgets.
 
     Args:
-        live: it is said now, and not read later: widgets of the notebook that the run changes are
-            changed here, too.
+        live: the messages come now, and are not read later: widgets of the notebook that the run
+            changes are changed here, too.
         say: tells the user a line.
     """
 
@@ -162,19 +162,19 @@ class KernelEnds:
                 )
 
     def settle(self) -> None:
-        """Let widgets that came back with the run's names take their twins' places."""
+        """Replace twins by the widgets that came back with the run's names."""
         widgets = _all_widgets()
         for comm_id in self._opened & widgets.keys():
             twin, widget = widgets[comm_id], _widget_of(widgets[comm_id].comm)
             if widget not in (twin, None):
-                twin.comm = None  # else the twin's end would close the widget's comm
+                twin.comm = None  # otherwise the end of the twin would close the widget's comm
                 widgets[comm_id] = widget
 
 
 def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
     """Make a widget on this end of a comm, without its constructor, as unpickling does.
 
-    Constructors, and the observers of a class, want more than a model has.
+    Constructors, and the observers of a class, need more than a model has.
     """
     state = said["data"]["state"]
     # A class that only the ranks have gets no twin: its model is shown until the page is closed.
@@ -190,7 +190,7 @@ def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
 
 
 def _set_state(widget: Any, said: dict[str, Any]) -> None:
-    """Set a widget's state to its model's; its observers were called in the ranks already."""
+    """Set a widget's state to its model's; the ranks have called its observers already."""
     state = said["data"]["state"]
     put_buffers = sys.modules["ipywidgets.widgets.widget"]._put_buffers
     put_buffers(state, said["data"].get("buffer_paths", ()), said["buffers"])

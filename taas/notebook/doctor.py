@@ -1,4 +1,4 @@
-"""Finds out by trying what this machine, or a Slurm cluster, has and lacks, and what to do."""
+"""Tries what this machine, or a Slurm cluster, can do; reports what is missing, and a remedy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ print(json.dumps([os.environ["SLURMD_NODENAME"], versions(), why]))
 class Finding(NamedTuple):
     """One line of the report.
 
-    The verdict is ``ok``, ``note`` (it works, with a limit) or ``bad`` (it must be mended first).
+    The verdict is ``ok``, ``note`` (it works, with a limit) or ``bad`` (it must be fixed first).
     """
 
     verdict: str
@@ -69,14 +69,14 @@ class Finding(NamedTuple):
 def examine() -> Iterator[Finding]:
     """Examine everything that a run needs on this machine.
 
-    It takes some seconds, since torch is asked in a process of its own.
+    It takes some seconds, because a process of its own imports torch.
     """
     for look in (_packages, _torch, _monitoring, _machine, _write_rule):
         yield from look()
 
 
 def as_text(findings: Iterable[Finding]) -> Iterator[str]:
-    """Give a report for a terminal, each line as soon as it is known."""
+    """Yield a report for a terminal, each line as soon as it is known."""
     known = list[Finding]()
     for finding in findings:
         known.append(finding)
@@ -102,7 +102,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
 def _packages() -> Iterable[Finding]:
     found = [f"Python {platform.python_version()} on Linux {platform.release()}, {sys.executable}"]
     needed = ("jupyter-taas", "ipython", "ipykernel", "pyzmq", "msgspec", "cloudpickle", "psutil")
-    only_for_some = ("ray", _NVML)  # for clusters, and for NVIDIA's GPUs
+    only_for_some = ("ray", _NVML)  # for clusters, and for NVIDIA GPUs
     for name in (*needed, *only_for_some):
         if version := _version(name):
             found.append(f"{name} {version}")
@@ -120,7 +120,7 @@ def _version(name: str) -> str:
 
 
 def _monitoring(root: Path = Path("/")) -> Iterable[Finding]:
-    """Find out whether the load of the GPUs can be read, if there are some."""
+    """Find out whether the load of the GPUs, if there are any, can be read."""
     if not present_gpus(root):
         return
     if version := _version(_NVML):
@@ -220,7 +220,7 @@ def _write_rule() -> Iterable[Finding]:
 
 
 def examine_slurm(settings: Settings) -> Iterable[Finding]:
-    """Look at commands, partitions, and what is on a node, by a job that waits a minute at most."""
+    """Check commands and partitions, and a node, through a job that waits at most a minute."""
     try:
         yield Finding("ok", "Slurm", slurm("sbatch", "--version").strip())
         for line in slurm("sinfo", "--noheader", "--format=%R %D %G %l %a").splitlines():

@@ -1,9 +1,9 @@
-"""``taas export``: the cell of a run as a program for torchrun, which needs no taas.
+"""``taas export``: writes the cell of a run as a program for torchrun, which needs no taas.
 
-The names that the cell was given lie in the run's folder. A process of its own unpacks them, as a
-rank does, and writes two files. The program has the cell, and above it the imports, plain values
-and definitions that it needs as the notebook's cells have them. All other names, and the states of
-the random generators, are pickled beside it, as they were when the cell began.
+The run's folder has the names that the cell was given. A separate process unpacks them, as a rank
+does, and writes two files. The program has the cell, and above it the imports, plain values and
+definitions that the cell needs, as the notebook's cells have them. All other names, and the states
+of the random generators, are pickled in the second file, as they were when the cell began.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from taas.wording import counted, shown, shown_path
 PROGRAM, DATA = "train.py", "train.pickle"
 _PLAIN = (bool, int, str, type(None))
 _LONGEST = 200
-"""Characters of a plain value that stands in the program."""
+"""The longest plain value, in characters, that is written into the program."""
 _COMPOUND = (ast.If, ast.Try, ast.ExceptHandler, ast.With, ast.For, ast.While)
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORT = (ast.Import, ast.ImportFrom)
@@ -92,13 +92,13 @@ _GENERATORS = {
     "numpy": ("random.get_state", "random.set_state"),
     "torch": ("get_rng_state", "set_rng_state"),
 }
-"""Of each library, what returns and what sets the state of its generator."""
+"""For each library, code that returns, and code that sets, the state of its generator."""
 
 
 def export(record: RunRecord, folder: str) -> list[str]:
     """Write a run's program into a folder; return lines for the user.
 
-    Without a folder it is one of the run's name.
+    Without a folder, it is named after the run.
     """
     to = Path(folder or record.name)
     if not (record.folder / PAYLOAD).exists():
@@ -129,7 +129,7 @@ def export(record: RunRecord, folder: str) -> list[str]:
 def main(folder: str, to: str) -> None:
     """Unpack a run's names into a new ``__main__``, and write the files.
 
-    For each thing that is left out, print a line.
+    Print a line for each name that is left out.
     """
     from taas.capture.arriving import unpack
     from taas.capture.payload import Payload
@@ -151,7 +151,7 @@ def main(folder: str, to: str) -> None:
     text = written.text()
     try:
         compile(text, PROGRAM, "exec")
-    except SyntaxError as error:  # such as an await of the cell's
+    except SyntaxError as error:  # for instance, an await of the cell
         written.notes.append(f"line {error.lineno} of the program is not Python: {error.msg}")
     Path(to).mkdir(parents=True, exist_ok=True)
     Path(to, DATA).write_bytes(written.data())
@@ -164,7 +164,7 @@ def main(folder: str, to: str) -> None:
 
 
 class _Bound(NamedTuple):
-    """The statement by which a name was bound last, and where it stands in the notebook."""
+    """The statement that bound a name last, and its position in the notebook."""
 
     node: ast.stmt
     source: str
@@ -178,7 +178,7 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
             text = python_of(cell)
             statements = [*_statements(ast.parse(text))]
         except SyntaxError:
-            continue  # such a cell never ran
+            continue  # this cell never ran
         lines = text.splitlines(keepends=True)
         for node in statements:
             for name, own in _binds(node):
@@ -236,7 +236,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Program:
-    """A cell and what it needs.
+    """A cell with everything that it needs.
 
     Attributes:
         pickled: the names whose values are in the data file.
@@ -276,7 +276,7 @@ class _Program:
         return f"{found[1]}pass  # {found[2]}"
 
     def _place(self, name: str, bound: _Bound | None, value: Any) -> None:
-        """Decide in which part of the program a name stands."""
+        """Choose the part of the program in which a name is defined."""
         here = bound.node if bound else None
         if (parts := getattr(value, "taas_parts", None)) is not None:
             self._place_loader(name, parts)
@@ -300,10 +300,10 @@ class _Program:
         self._waiting += read - {*self._waiting}
 
     def _keep(self, name: str, value: Any) -> str:
-        """Add a value to the data file; return why that is not possible, else an empty text."""
+        """Add a value to the data file; return why that fails, else an empty text."""
         try:
             pickle.dumps(value)
-        except Exception as error:  # whatever its own methods raise
+        except Exception as error:  # its own methods may raise anything
             return f"{name}: not exported, {shown(f'{type(error).__name__}: {error}', 120)}"
         self.pickled[name] = value
         return ""
@@ -346,7 +346,7 @@ class _Program:
         """The program."""
         defined = sorted(self._defined.values(), key=lambda bound: bound.place)
         early = [bound for bound in defined if isinstance(bound.node, _DEFINITION)]
-        # lines that make closures may need the data
+        # a line that makes a closure may need the data
         late = [bound for bound in defined if bound not in early]
         parts = [f"# a setup cell\n{text.strip()}\n" for text in self._setup]
         parts += [_SHARE] if self.loaders else []
@@ -372,7 +372,7 @@ class _Program:
         )
 
     def _begin(self) -> str:
-        """What is imported, and which rank this is."""
+        """Return the imports, and the lines that find out which rank this is."""
         needed = {f"import {name}" for name in ("os", "pickle", "sys", "torch", *self._generators)}
         needed |= {"from pathlib import Path", *self._imports}
         needed |= {"from torch.utils.data import DataLoader"} if self.loaders else set()

@@ -24,20 +24,20 @@ from taas.wire.clients import Refused, RunRequest, RunState, Submit
 from taas.wire.ranks import Answer
 
 _LOOK_ROUND_MS = 50
-"""The longest time until a press of the interrupt button is seen."""
+"""The longest time, in ms, until a press of the interrupt button is seen."""
 _FINAL = 2
-"""From this number of interrupts on, the supervisor is asked whether it is there."""
+"""From this number of interrupts on, the kernel checks that the supervisor answers."""
 _SILENCE_SECONDS = 10.0
-"""A supervisor that does not answer for this long, since it is stopped, say, is killed with all its
-runs.
+"""A supervisor that does not answer for that long (because it is stopped, say) is killed, with all
+its runs.
 """
 
 
 class Interrupts:
-    """Counts SIGINTs, which do not raise in the middle of something. A context manager.
+    """Counts SIGINTs, which then do not raise in the middle of something. A context manager.
 
-    The second one would otherwise raise inside the clean-up of the first. In a thread other than
-    the main one no signal arrives, and nothing is changed.
+    A second SIGINT would otherwise raise inside the clean-up of the first. In a thread other than
+    the main one no signal arrives, and this changes nothing.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def raised(self, presses: int) -> Iterator[None]:
-        """Raise a KeyboardInterrupt in the body at the interrupt of this number."""
+        """Raise a KeyboardInterrupt in the body when this many interrupts have come."""
         self._last = self.count + presses
         try:
             yield
@@ -70,7 +70,7 @@ class Interrupts:
             self._last = sys.maxsize
 
     def check(self, supervisor: SupervisorClient) -> None:
-        """Check from the second interrupt on that the supervisor answers; kill a silent one.
+        """From the second interrupt on, check that the supervisor answers; kill a silent one.
 
         Raises:
             KeyboardInterrupt: the supervisor was silent, and was killed.
@@ -107,7 +107,7 @@ def _begin(supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts)
 def start_background(
     supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts
 ) -> RunRecord:
-    """Submit a run that goes on by itself, unless it was interrupted before it had begun."""
+    """Submit a run that goes on by itself, unless an interrupt came before it had begun."""
     record = _begin(supervisor, submit, interrupts)
     if interrupts.count:
         supervisor.say(RunRequest(run=record.name, what="interrupt"))
@@ -128,7 +128,7 @@ def run_in_foreground(
         with _Foreground(record, shell, supervisor, interrupts) as view:
             return view.run(captured)
     except BaseException:
-        if supervisor.alive:  # no other cell will take its names
+        if supervisor.alive:  # this cell no longer takes the run's names, and no other cell will
             supervisor.say(RunRequest(run=record.name, what="let go"))
         raise
 
@@ -173,7 +173,7 @@ class _Foreground(RunView):
         self._supervisor.say(answer)
 
     def ask(self, record: RunRecord) -> bool:
-        """Ask the person; an interrupt in place of an answer is one of the run."""
+        """Ask the person; an interrupt in place of a reply interrupts the run."""
         if self._interrupts.count:
             return False
         with self._interrupts.raised(1), contextlib.suppress(KeyboardInterrupt):
@@ -184,7 +184,7 @@ class _Foreground(RunView):
         """Handle messages of the supervisor, and interrupts of the person at the keyboard."""
         for message in self._supervisor.hear(timeout_ms):
             if isinstance(message, RunState) and message.record.id == self.reader.record.id:
-                self._end(message)  # any other run is one that was abandoned
+                self._end(message)  # a message about another run is about an abandoned one
         if self._ended is not None:
             self.reader.end(self._ended.record)
         self._relay_interrupts()
@@ -192,7 +192,7 @@ class _Foreground(RunView):
     def _end(self, ended: RunState) -> None:
         """Open the answer at once, so that the run's machines are free while output is shown.
 
-        Names are unpacked after that.
+        The names are unpacked later.
         """
         self._ended = ended
         if ended.answer is not None:
@@ -206,7 +206,7 @@ class _Foreground(RunView):
             self._relayed += 1
             if self._ended is None:
                 self._supervisor.say(RunRequest(run=name, what="interrupt"))
-            elif self.reader.skip():  # the person wants the prompt, and the run is over
+            elif self.reader.skip():  # the run is over, and the person wants the prompt
                 self.output.send()
                 say(f"the rest of its output stays in its folder; %taas logs {name} shows it")
         if self._ended is None:
@@ -225,7 +225,8 @@ class _Foreground(RunView):
         with self._interrupts.raised(2):
             applied = captured.apply(self._answer)
         self.take(applied)
-        # Only what was being unpacked may be missing, but the person wants Run All to stop.
+        # Only the object that was being unpacked may be missing, but the person wants Run All to
+        # stop.
         if self._interrupts.count >= presses + 2:
             raise build_interrupt(
                 "interrupted while the run's names were unpacked: what did not come is named above"

@@ -1,6 +1,6 @@
-"""The notebook's front end: it starts cells, and shows what the verbs of ``%taas`` show.
+"""The notebook's front end: it starts cells, and shows the views of ``%taas``.
 
-`taas.magics` loads this module when it is first used.
+`taas.magics` imports this module at its first use.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ __all__ = [
 
 _NO_CODE = "a header and no code below it: write the code below the header, in the same cell"
 _NO_FRAME = 1 << 30
-"""Where no frame is: names in a header are the notebook's, not those of a function of IPython."""
+"""The depth of no frame: names in a header are the notebook's, not those of an IPython function."""
 
 
 def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
     """Run a cell in ranks.
 
     Raises:
-        HeaderError: the header asks for what cannot be, or no code stands below it.
+        HeaderError: the header has an impossible request, or no code below it.
     """
     mend(shell)
     if is_setup(header) and (why := _why_no_setup(cell)) is not None:
@@ -83,7 +83,7 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
 
 def mend(shell: Any) -> None:
     """Update the lines that earlier kernels' runs left in this notebook, if the front end can."""
-    with contextlib.suppress(HeaderError):  # its folder was removed
+    with contextlib.suppress(HeaderError):  # the project's folder was removed
         mend_lines(shell, notebook_path(shell), str(project_folder()))
 
 
@@ -106,9 +106,9 @@ def _why_no_setup(cell: str) -> str | None:
 
 
 def note_setup(identity: str, result: Any, text: str | None) -> None:
-    """Remember a setup cell that has run well.
+    """Remember a setup cell that has run without an error.
 
-    Without a text the cell is forgotten: it has no such header any more.
+    Without a text the cell is forgotten, because it is no longer a setup cell.
     """
     if text is None:
         setup_cells.forget(identity)
@@ -119,7 +119,7 @@ def note_setup(identity: str, result: Any, text: str | None) -> None:
 def run_script(path: str, options: str) -> bool:
     """Run a script as a cell; return whether it ended well.
 
-    Its header stands in its first lines, or is given as ``options``.
+    The script has its header in its first lines, or ``options`` gives it.
     """
     try:
         text = Path(path).read_text()
@@ -142,7 +142,7 @@ def run_script(path: str, options: str) -> bool:
         run_cell(header or parse_magic_line(options), text, shell)
     except HeaderError:
         raise
-    except BaseException:  # the cell's own, whatever it is
+    except BaseException:  # the cell itself may raise anything
         shell.showtraceback()
         return False
     return True
@@ -154,7 +154,7 @@ class NotebookFrontend(Frontend):
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self.kernel, self.notebook = os.getpid(), notebook_path(shell)
-        with contextlib.suppress(HeaderError):  # its folder was removed
+        with contextlib.suppress(HeaderError):  # the project's folder was removed
             self.project = str(project_folder())
         self.place = in_words(self.notebook, self.project)
 
@@ -166,7 +166,7 @@ class NotebookFrontend(Frontend):
             sys.stdout.write(visible(f"{what}\n"))
 
     def show_status(self) -> None:
-        """Show a table that is updated, where there is a front end to do so."""
+        """Show a table, which is updated if there is a front end."""
         if hasattr(self._shell, "kernel"):
             show_live_table(self._shell.display_pub)
         else:

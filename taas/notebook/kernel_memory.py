@@ -1,4 +1,4 @@
-"""GPU memory that the notebook's kernel holds beside that of the ranks on the same GPUs."""
+"""GPU memory that the notebook's kernel holds, beside the ranks', on the same GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MUCH = 1 << 30
 
 
 def said_of_kernel_memory(visible: Sequence[Gpu], of_run: Sequence[str]) -> list[str]:
-    """Return a line for each GPU of a run where this kernel's torch has reserved over 1 GiB.
+    """Return a line for each GPU of a run on which this kernel's torch has reserved over 1 GiB.
 
     It asks torch only, never CUDA.
 
     Args:
         visible: the kernel's GPUs, in CUDA's order.
-        of_run: which of them the run has, as ``Gpu.device``.
+        of_run: the run's GPUs, as ``Gpu.device``.
     """
     torch = loaded("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():

@@ -1,6 +1,6 @@
 """Views that a cell updates in place: its own run's line, and ``%taas status``.
 
-And coming back to runs that go on by themselves, or to any other run.
+This module also attaches a cell to a background run, or to any other run.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from taas.supervisor import connections
 from taas.wire.ranks import Answer, Asking
 
 _DISPLAY_SECONDS = 1.0
-"""Between two messages of a view, but where something is new that a person waits for."""
+"""Seconds between two updates of a view, unless there is news that a person waits for."""
 _MOST_MENDED, _MEND_SECONDS = 20, 10.0
-"""Lines of earlier kernels; seconds until their foreground runs are over."""
+"""The most lines of earlier kernels that are updated; seconds until their foreground runs end."""
 _TURN_SECONDS = 0.3
-"""So long after an answer the next question is expected of the same rank: a debugger asks again and
-again.
+"""For that long after a reply the next question is expected of the same rank: a debugger asks again
+and again.
 """
 
 
 class UpdatedView:
     """A view that a front end replaces in place when its text changes.
 
-    The finished notebook keeps the last one.
+    The saved notebook has the last version.
     """
 
     def __init__(self, publisher: Any) -> None:
@@ -60,7 +60,7 @@ class UpdatedView:
         self._shown: Shown | None = None
 
     def show(self, view: Shown, *, below: bool = False) -> None:
-        """Show it in place of the last one, or below what the cell shows now."""
+        """Show a view in place of the previous one, or ``below`` the cell's present output."""
         if below or view != self._shown:
             update, self._shown = self._shown is not None and not below, view
             self._publisher.publish(
@@ -73,15 +73,15 @@ def _to_be_told(record: RunRecord) -> tuple[Any, ...]:
 
 
 class RunView:
-    """A run as a cell shows it: the launching cell (``live``), or one that came back to the run.
+    """A run as a cell shows it: the launching cell (``live``), or one that attached to the run.
 
-    Its line, with its ranks folded below it, is updated once a second, and when a person has to
-    know something. Without a kernel (IPython in a terminal) an update would be one more line: there
-    the run's beginning, what is wrong, and its end are printed.
+    Its line, with its ranks folded below it, is updated once a second, and when there is news for a
+    person. Without a kernel (IPython in a terminal) an update would be one more line; there only
+    the run's beginning, trouble, and its end are printed.
 
     Attributes:
-        reader: reads it.
-        output: what its ranks show.
+        reader: reads the run.
+        output: shows what its ranks write.
     """
 
     def __init__(self, record: RunRecord, shell: Any, *, live: bool = False) -> None:
@@ -99,7 +99,7 @@ class RunView:
         self.show_line(record, at_once=True)
 
     def show_line(self, record: RunRecord, *, at_once: bool = False, below: bool = False) -> None:
-        """Show the run's line; ``below`` what the cell shows, which was cleared."""
+        """Show the run's line; ``below``: after the cell's output, which a rank has cleared."""
         told, self._told = self._told, _to_be_told(record)
         at_once |= told != self._told
         if self._display is not None and (at_once or below or time.monotonic() >= self._line_at):
@@ -113,7 +113,7 @@ class RunView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # the cell may leave before the run is over, and the run may be lost
+        # an interrupt may leave the cell before the run is over, or the run may be lost
         self.show_line(self.reader.look(at_once=True), at_once=True)
 
     def follow(self) -> RunRecord:
@@ -121,25 +121,25 @@ class RunView:
         return follow(self.reader, self.output, self.look, self.wait, self.ask)
 
     def look(self, record: RunRecord) -> None:
-        """Show the run's line, and the ranks that ask something."""
-        if record.live:  # its end is shown later, below all that it has printed
+        """Show the run's line, and the questions of ranks."""
+        if record.live:  # its end is shown later, below all its output
             self.show_line(record)
             for question in record.questions:
                 self.output.show(self.reader.include(question.rank))
 
     def wait(self, seconds: float) -> None:
-        """Wait until there may be something new, at most so long."""
+        """Wait at most that many seconds, until there may be new output."""
         self.reader.wait(seconds)
 
     def send(self, answer: Answer) -> None:
-        """Send a person's answer to the run's supervisor, which may be another kernel's."""
+        """Send a person's reply to the run's supervisor, which may be another kernel's."""
         with connections.Visit(connections.connection_of(self.reader.record)) as visit:
             visit.say(answer)
 
     def ask(self, record: RunRecord) -> bool:
         """Ask the person a rank's next question; return whether there was one.
 
-        A rank keeps its turn as long as it asks on. A KeyboardInterrupt is no answer.
+        A rank keeps its turn as long as it keeps asking. A KeyboardInterrupt is not a reply.
         """
         start = record.restarts
         found = [
@@ -151,7 +151,7 @@ class RunView:
         if asked is None:
             return False
         self.output.send()
-        self.show_line(record, at_once=True)  # it is not updated until there is an answer
+        self.show_line(record, at_once=True)  # it is not updated until the person replies
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
@@ -182,8 +182,8 @@ class RunView:
     def take(self, applied: Applied, *, numbered: bool = True) -> None:
         """Show what came with the names: ``Out[n]`` and ``_``, widgets, and what could not come.
 
-        ``numbered``: tracebacks may name the cells of its functions by their numbers, which are
-        this notebook's.
+        ``numbered``: the cells of functions that came have this notebook's numbers, so tracebacks
+        may name them.
         """
         if applied.value is not NOTHING:
             self._shell.displayhook.update_user_ns(applied.value)
@@ -200,15 +200,15 @@ class RunView:
             )
 
     def collect(self) -> None:
-        """Fill :data:`taas.collected` with what the header asked of each rank.
+        """Fill :data:`taas.collected` with the values that the header asks each rank for.
 
-        Call it once the names have come.
+        Call it after the names have come.
         """
         record = self.reader.record
         if record.cell.spec.collect:
             say(*collect(record.cell.spec.collect, record.rank_folders()))
             for folder in record.rank_folders() if not record.background else ():
-                # of a run in the foreground it comes once, as its names do
+                # a foreground run's values come once, as its names do
                 (folder / COLLECTED).unlink(missing_ok=True)
 
     def end(self) -> None:
@@ -226,7 +226,7 @@ _notified: set[str] = set()
 
 
 def notify(record: RunRecord, shell: Any) -> None:
-    """Notify the person once, if the header asks for it, that a run has ended.
+    """Notify the person once that a run has ended, if its header asks for it.
 
     A browser shows a notification; a terminal rings its bell.
     """
@@ -243,7 +243,7 @@ def notify(record: RunRecord, shell: Any) -> None:
 def notify_at_end(record: RunRecord, shell: Any) -> None:
     """Notify the person when a background run ends, if its header asks for it.
 
-    A browser asks now whether it may do that.
+    A browser asks for the permission now.
     """
     if not record.cell.spec.notify:
         return
@@ -264,10 +264,10 @@ _mended = False
 
 
 def mend_lines(shell: Any, notebook: str, project: str) -> None:
-    """Update, once, the lines of runs that this notebook's earlier kernels have left.
+    """Update, once, the lines of runs that earlier kernels of this notebook have left.
 
-    These lines stand as the kernels left them. A front end that runs scripts has them mended; the
-    notebook's file has not.
+    The lines are as the kernels left them. If the front end runs scripts, it shows the updated
+    lines; the notebook's file keeps the old ones.
     """
     global _mended
     if _mended or not hasattr(shell, "kernel"):
@@ -287,7 +287,7 @@ def _mend(shell: Any, notebook: str, project: str) -> None:
     ]
     readers = [RunReader(record, ()) for record in found[-_MOST_MENDED:]]
     until = time.monotonic() + _MEND_SECONDS
-    for reader in readers:  # a run in the foreground ends soon after its kernel
+    for reader in readers:  # a foreground run ends soon after its kernel
         while reader.record.live and not reader.record.background and time.monotonic() < until:
             reader.wait(LOOK_SECONDS)
             reader.look()
@@ -298,7 +298,7 @@ def _mend(shell: Any, notebook: str, project: str) -> None:
 class LiveDisplay:
     """A view that a thread of the kernel updates once a second until what it shows is over.
 
-    ``look`` returns what there is to be shown now, and whether it goes on.
+    ``look`` returns the present view, and whether it goes on.
     """
 
     def __init__(self, publisher: Any, look: Callable[[], tuple[Shown, bool]]) -> None:
@@ -321,7 +321,7 @@ _newest_table: LiveDisplay | None = None
 
 
 def show_live_table(publisher: Any) -> None:
-    """Show the table of runs, updated in place; the newest table alone goes on being updated."""
+    """Show the table of runs, and update it in place; only the newest table is updated."""
     global _newest_table
 
     def look() -> tuple[Shown, bool]:
@@ -339,7 +339,7 @@ _brought: set[str] = set()
 
 
 def what_next(record: RunRecord) -> str:
-    """Say what a person can type about a run that goes on, or has ended, in the background."""
+    """Say what a person can type about a background run that goes on, or has ended."""
     name = record.name
     if record.live:
         return f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
@@ -349,10 +349,10 @@ def what_next(record: RunRecord) -> str:
 
 
 def attach(record: RunRecord, shell: Any) -> None:
-    """Show a run in this cell, bring its names into the notebook, and raise what it raised.
+    """Show a run in this cell, bring its names into the notebook, and raise its error.
 
-    In the kernel that started the run, what it was given changes in place, while it is pending;
-    else names are rebound. An interrupt detaches, and the run goes on.
+    In the kernel that started the run, the objects that it was given change in place, as long as
+    they are pending; otherwise names are rebound. An interrupt detaches, and the run goes on.
     """
     name = record.name
     with RunView(record, shell) as view:
@@ -368,12 +368,12 @@ def attach(record: RunRecord, shell: Any) -> None:
         view.end()
         given = pending.find(record)
         captured, loaders = (None, []) if given is None else (given.captured, given.loaders)
-        # the loaders' generators go on where the run left them
+        # the loaders' generators continue from where the run left them
         if loaders and (record.folder / LOADERS).exists():
             with os.fdopen(open_kept(record, LOADERS), "rb") as file:
                 apply_final(file.read(), loaders)
         needed = {ANSWER} if captured is not None else {ANSWER, PAYLOAD}
-        # where a background run lacks these files, its notices say why
+        # if a background run lacks these files, its notices say why
         if needed <= record.files.keys() or not record.background:
             _bring_names(record, shell, captured, view)
         if record.background:

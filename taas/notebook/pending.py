@@ -1,10 +1,10 @@
-"""Holds what background runs of this kernel were given, until somebody attaches them.
+"""Holds the objects that background runs of this kernel were given, until they are attached.
 
-``%taas attach`` changes the very objects that a run was given, so they are held until then: models,
-and memory of GPUs, also where the notebook has let go of them meanwhile. A run that nobody attaches
-must not hold them for ever. Once it is over, they are let go after an hour, or when all such runs
-together hold more than 2 GB, those first that ended first. Attached after that, a run's names are
-bound anew, as in another kernel.
+``%taas attach`` changes the very objects that a run was given. So they are held until then: models,
+and memory of GPUs, even if the notebook itself no longer holds them. A run that is never attached
+must not hold them for ever. Once it is over, they are released after an hour, or when all such runs
+together hold more than 2 GB, in the order in which the runs ended. After that, attaching a run
+rebinds its names, as in another kernel.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Pending(NamedTuple):
 
 
 _pending: dict[str, Pending] = {}
-"""By the id of the run."""
+"""By the run's id."""
 
 
 def hold(record: RunRecord, captured: Capture, loaders: list[Registration]) -> None:
-    """Hold what a background run was given."""
+    """Hold the objects that a background run was given."""
     shell = get_ipython()
     if not _pending and shell is not None:
         shell.events.register("post_run_cell", let_go_of_old)
@@ -43,12 +43,12 @@ def hold(record: RunRecord, captured: Capture, loaders: list[Registration]) -> N
 
 
 def find(record: RunRecord) -> Pending | None:
-    """Return what a run was given, if it is held still."""
+    """Return what a run was given, if it is still held."""
     return _pending.get(record.id)
 
 
 def let_go(record: RunRecord) -> None:
-    """Hold it no longer: the run was attached."""
+    """Release the objects of a run, which was attached."""
     _pending.pop(record.id, None)
     shell = get_ipython()
     if (
@@ -60,13 +60,13 @@ def let_go(record: RunRecord) -> None:
 
 
 def let_go_of_old(_result: object = None, now: float | None = None) -> None:
-    """After a cell: let go of what runs were given that have been over for long, or hold much."""
+    """After a cell, release the objects of runs that ended long ago, or that hold much."""
     now = time.time() if now is None else now
     latest = list[RunRecord]()
     for pending in [*_pending.values()]:
         record = read_record(pending.record.folder)
         if record is None and not pending.record.folder.is_dir():
-            let_go(pending.record)  # it was removed: nobody can attach it
+            let_go(pending.record)  # it was removed, so it cannot be attached
         else:
             latest.append(record or pending.record)
     over = sorted((record for record in latest if not record.live), key=lambda record: record.ended)

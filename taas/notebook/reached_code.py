@@ -1,10 +1,10 @@
 """Finds the code that a cell may run.
 
-It is the cell's own, that of the notebook's functions which it names, and that of the project's
-files which are imported.
+That is the cell's own code, the code of the notebook's functions that it names, and the project's
+files that these import.
 
-It is read as text, and nothing is imported. So what a cell may do is known before a run starts;
-whether it does so is not.
+The code is read as text, and nothing is imported. So before a run starts one knows what a cell may
+do, but not whether it does it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _IMPORT = re.compile(
 
 
 def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list[str]:
-    """Return the texts that a cell may run, its own first, files of the project once each."""
+    """Return the texts that a cell may run: its own first, then each file of the project once."""
     texts, waiting = [cell], [(cell, project)]
     files: set[Path] = set()
     names: set[str] = set()
     while waiting:
         text, folder = waiting.pop()
         found = [*_imported_files(text, folder, project)]
-        # the text may be the notebook's; a file of the project does not see the notebook's names
+        # such a text may be the notebook's; a file of the project does not see the notebook's names
         if folder == project:
             for name in {*_NAME.findall(text)} - names:
                 names.add(name)
@@ -51,7 +51,7 @@ def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list
 
 
 def _read(path: Path) -> str:
-    """Read a file of the project; empty if that fails, or if it is too large to be code."""
+    """Read a file of the project; return an empty text if that fails, or if it is too large."""
     try:
         return path.read_text(errors="replace") if path.stat().st_size <= _MOST_BYTES else ""
     except OSError:
@@ -60,7 +60,7 @@ def _read(path: Path) -> str:
 
 def _sources(value: Any) -> Iterator[str]:
     """Yield the source of a function of the notebook, or of the functions of one of its classes."""
-    kind = type(value)  # isinstance would ask proxies
+    kind = type(value)  # isinstance would ask a proxy
     if not issubclass(kind, type | types.FunctionType) or value.__module__ != "__main__":
         return
     members = [value] if issubclass(kind, types.FunctionType) else vars(value).values()
@@ -68,12 +68,12 @@ def _sources(value: Any) -> Iterator[str]:
         if type(function) is types.FunctionType:
             try:
                 yield inspect.getsource(function)
-            except (OSError, TypeError):  # it was made by code without a source, by exec, say
+            except (OSError, TypeError):  # code without a source, made by exec, say
                 continue
 
 
 def _file_of(value: Any, project: Path) -> list[Path]:
-    """Return the file of the project that a module, a function, a class or an instance is from."""
+    """Return the project's file in which a module, function, class or instance is defined."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         module = value
@@ -87,7 +87,7 @@ def _file_of(value: Any, project: Path) -> list[Path]:
 
 
 def _imported_files(text: str, folder: Path, project: Path) -> Iterator[Path]:
-    """Yield the project's files that are imported by a text in this folder."""
+    """Yield the project's files that a text in this folder imports."""
     for dots, module, members, modules in _IMPORT.findall(text):
         if modules:
             for part in modules.split(","):
@@ -130,8 +130,8 @@ _KNOWS_RANKS = re.compile(
 def takes_first_gpu_for_its_own(cell: str, namespace: Mapping[str, Any], project: Path) -> bool:
     """Tell whether a cell is a program for ``nn.DataParallel``.
 
-    Its ``cuda:0`` is then each rank's own GPU. Such a program wraps a model in it, itself or by
-    code that it calls, and neither of them numbers GPUs by ranks.
+    Its ``cuda:0`` is then each rank's own GPU. Such a program wraps a model in DataParallel, itself
+    or through code that it calls, and no part of it numbers GPUs by ranks.
     """
     texts = reached_code(cell, namespace, project)
     wrapping = [text for text in texts if _WRAPS.search(text)]

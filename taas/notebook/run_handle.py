@@ -24,17 +24,17 @@ from taas.wording import counted, shown_path
 class RunHandle:
     """A background run, in the manner of :class:`concurrent.futures.Future`.
 
-    Shown, it says how it is doing, and in a notebook goes on saying so.
+    Its display shows the run's state; a notebook keeps it up to date.
 
     Attributes:
-        name: what ``%taas attach``, ``logs``, ``stop`` take.
-        folder: where its record, its output and its names are kept.
+        name: the name for ``%taas attach``, ``logs``, ``stop``.
+        folder: the folder with its record, its output and its names.
     """
 
     def __init__(self, record: RunRecord, value: str = "", *, by_rank: bool = False) -> None:
         """Make the handle of a run.
 
-        ``value``: the name of the function's returned value in the ranks.
+        ``value``: the name, in the ranks, of the function's returned value.
         """
         self.name, self.folder = record.name, record.folder
         self._record = record
@@ -43,25 +43,25 @@ class RunHandle:
     # ------------------------------------------------------------ how it stands
 
     def done(self) -> bool:
-        """Return whether the run has ended, however it did."""
+        """Return whether the run has ended, in whatever way."""
         return not self._look().live or self._is_removed
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait until the run has ended; return what its function returned in rank 0.
 
-        With ``collect=True`` that is a list with the value of each rank. Of a ``--background`` cell
-        it is None: ``%taas attach`` brings its names. An interrupt ends the wait, and the run goes
-        on.
+        With ``collect=True`` this is a list with the value of each rank. For a ``--background``
+        cell it is None: ``%taas attach`` brings the names. An interrupt ends the wait, and the run
+        goes on.
 
         Args:
-            timeout: seconds that may be waited; None for as long as it takes.
+            timeout: the most seconds to wait; None for as long as it takes.
 
         Raises:
             TimeoutError: the run goes on.
-            CellFailed, RunLost: as the cell of the run would have raised it.
-            RunStopped: somebody stopped it.
-            RunLost: the run's folder was removed, and what the function returned with it.
-            CaptureError: what the function returned cannot be pickled.
+            CellFailed, RunLost: as the run's cell would have raised it.
+            RunStopped: a person stopped it.
+            RunLost: the run's folder was removed, and with it the returned value.
+            CaptureError: the returned value cannot be pickled.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -116,7 +116,7 @@ class RunHandle:
 
     @property
     def _is_removed(self) -> bool:
-        """Whether its folder is gone: it was removed by hand, or since newer runs needed room."""
+        """Whether its folder is gone: removed by hand, or to make room for newer runs."""
         return not self.folder.is_dir()
 
     def _look(self) -> RunRecord:
@@ -137,7 +137,7 @@ class RunHandle:
                 visit.say(RunRequest(run=self.name, what="interrupt", place="its handle"))
 
     def logs(self, rank: int = 0) -> str:
-        """Return what a rank has written until now, with the text form of what it displayed."""
+        """Return what a rank has written so far, with the text form of its displays."""
         return "".join(self._written(rank))
 
     def _written(self, rank: int) -> Iterator[str]:
@@ -159,7 +159,7 @@ class RunHandle:
     # ------------------------------------------------------------ how it is shown
 
     def _shown(self) -> tuple[Shown, bool]:
-        """Return the view of the run as it is now, and whether the run goes on."""
+        """Return the present view of the run, and whether the run goes on."""
         record, name = read_record(self.folder), self.name
         if record is None:
             return plain(f"{name} was removed"), False
@@ -175,5 +175,5 @@ class RunHandle:
     def _ipython_display_(self) -> None:
         shell = get_ipython()
         if not hasattr(shell, "kernel"):
-            raise NotImplementedError  # then IPython shows its text
+            raise NotImplementedError  # then IPython shows its repr
         LiveDisplay(shell.display_pub, self._shown)

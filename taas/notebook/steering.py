@@ -1,4 +1,4 @@
-"""What the verbs of :mod:`taas.notebook.verbs` do, and the front ends that they are typed in."""
+"""The actions of the verbs of :mod:`taas.notebook.verbs`, and the front ends for them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Frontend:
     """The front end in which a verb is typed: a terminal, unless a subclass says otherwise.
 
     Attributes:
-        kernel: process id of the notebook's kernel; 0 in a terminal.
-        notebook, project: the notebook's path, where its front end says it, and its folder; empty
-            in a terminal.
-        place: that notebook or terminal in words, for whoever sees what was done from there.
+        kernel: process id of the notebook's kernel; 0 in a terminal. notebook, project: the
+        notebook's path, if its front end gives it, and its folder; empty in a
+            terminal.
+        place: this notebook or terminal in words, for people who see what was done from here.
     """
 
     kernel = 0
@@ -57,7 +57,7 @@ class Frontend:
     place = "a terminal"
 
     def own(self, records: Iterable[RunRecord]) -> list[RunRecord]:
-        """Return those of the runs that are of this notebook; in a terminal none is."""
+        """Return the runs that belong to this notebook; in a terminal none does."""
         return of_notebook(records, self.kernel, self.notebook, self.project)
 
     def show(self, what: Shown) -> None:
@@ -65,13 +65,13 @@ class Frontend:
         sys.stdout.write(as_in_terminal(what.text) + "\n")
 
     def show_status(self) -> None:
-        """Show the runs that go on; where it can be updated in place, for as long as they do."""
+        """Show the runs that go on; keep the view up to date if it can be updated in place."""
         self.show(tables.status(read_records()))
 
     def show_ranks(self, record: RunRecord) -> None:
         """Show a run's ranks, a row each.
 
-        A terminal shows them anew each second, until the run is over or the person interrupts.
+        A terminal refreshes them each second, until the run is over or the person interrupts.
         """
         terminal = sys.__stdout__ if sys.__stdout__ and sys.__stdout__.isatty() else None
         reader = RunReader(record, ())
@@ -79,7 +79,7 @@ class Frontend:
             while True:
                 shown = in_full(reader.look(at_once=True))
                 if terminal is not None:
-                    # not by `show`, which spells control characters out
+                    # not through `show`, which escapes control characters
                     terminal.write(_CLEAR)
                 self.show(shown)
                 if reader.over or terminal is None:
@@ -87,17 +87,17 @@ class Frontend:
                 time.sleep(_TOP_SECONDS)
 
     def show_findings(self, findings: Iterable[Finding]) -> None:
-        """Show findings as they are found, since one may take a minute."""
+        """Show findings one by one, because one may take a minute."""
         for text in doctor.as_text(findings):
             sys.stdout.write(as_in_terminal(text) + "\n")
             sys.stdout.flush()
 
     def screen(self, plain: int | None) -> Screen:
-        """Return where ranks' output is shown; lines of the rank ``plain`` carry no number."""
+        """Return where ranks' output is shown; lines of the rank ``plain`` have no number."""
         return TerminalOutput(plain)
 
     def attach(self, record: RunRecord) -> None:
-        """Follow a run, and take its names if there is a notebook to take them."""
+        """Follow a run, and take its names if there is a notebook for them."""
         record = _until_seen(
             record, record.cell.spec.shown_ranks(), TerminalOutput(plain_among(record))
         )
@@ -107,7 +107,7 @@ class Frontend:
 
 
 def as_in_terminal(text: str) -> str:
-    """Return a message as a terminal's user has to type it."""
+    """Return a message in the form that a terminal's user has to type."""
     return re.sub(r"(?<!%)%taas(?! \w+ in a notebook)", "taas", text)
 
 
@@ -141,12 +141,12 @@ def _logs(frontend: Frontend, line: Line) -> None:
 
 
 def _only_run(frontend: Frontend) -> RunRecord:
-    """Return the run that ``stop`` without a name means.
+    """Return the run that ``stop`` means without a name.
 
-    It is this notebook's only one, or in a terminal the only one there is.
+    That is this notebook's only run; in a terminal, the only run.
 
     Raises:
-        HeaderError: there is none, or there are several; other notebooks' runs are stopped by name
+        HeaderError: there is none, or there are several. Other notebooks' runs are stopped by name
             only.
     """
     live = [record for record in read_records() if record.live]
@@ -215,7 +215,7 @@ def _recover(frontend: Frontend, line: Line) -> None:
         )
     for run in reversed(asked):
         name = unique_name(run, records)
-        if not run.may_go_on:  # one that was killed has not sorted what its ranks wrote
+        if not run.may_go_on:  # a run that was killed has not sorted what its ranks wrote
             sort(run.writes, run.project, name)
         versions = kept_versions(run.writes, run.project)
         if not versions:
@@ -248,7 +248,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
     else:
         engine = choice.choose(words)
         if engine.kind != "local":
-            # ahead, since it takes seconds to become part of a cluster
+            # in advance, because joining a cluster takes seconds
             get_supervisor(warm=False).say(Prepare(engine=engine))
     say(f"engine: {engine.kind} {engine.address}".rstrip())
 
@@ -256,7 +256,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
 # ------------------------------------------------------ install: a line in IPython's startup folder
 
 _STARTUP_FILE = ("profile_default", "startup", "50-taas.py")
-# IPython runs it in the user's namespace: it binds no name that stays.
+# IPython runs it in the user's namespace, so it binds no name that stays.
 _LINES = """\
 # Written by `taas install`; `taas install --undo` removes it.
 # It loads taas into each notebook and each IPython.
@@ -303,7 +303,7 @@ def _release(frontend: Frontend, line: Line) -> None:
 
 
 def _released(connection: connections.Connection) -> Released:
-    """Have a supervisor give back what it has; one that is stopped is killed."""
+    """Let a supervisor give back what it has; kill one that is stopped."""
     pid = connection.supervisor.pid
     try:
         with connections.Visit(connection) as visit:
@@ -364,7 +364,7 @@ _FACTS: dict[str, Callable[[], object]] = {
     "config": lambda: tables.settings(load_catalog(project_folder())),
     "types": lambda: [*load_catalog(project_folder()).instances.values()],
 }
-"""Of each verb with ``--json``, what that prints."""
+"""By verb, what its ``--json`` prints."""
 _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
     "status": lambda frontend, _: frontend.show_status(),
     "logs": _logs,
@@ -389,7 +389,7 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
 
 
 def do(text: str, frontend: Frontend) -> None:
-    """Do what a line says; an empty one is ``status``.
+    """Do what a line says; an empty line means ``status``.
 
     Raises:
         HeaderError: one line that says what to type instead.

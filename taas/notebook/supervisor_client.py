@@ -1,4 +1,4 @@
-"""A kernel's connection to its supervisor, which is started when it is first needed."""
+"""A kernel's connection to its supervisor, which starts at its first use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _START_SECONDS = 60.0
 
 
 class SupervisorClient(Wire):
-    """The kernel's connection to one supervisor, and the end of the life pipe that only it has.
+    """The kernel's connection to one supervisor, with the only writing end of the life pipe.
 
     Attributes:
-        heard_at: when it said something last, by the monotonic clock.
+        heard_at: monotonic time of its last message.
     """
 
     def __init__(self, *, warm: bool, idle: bool = False) -> None:
@@ -55,9 +55,9 @@ class SupervisorClient(Wire):
         self._poller.register(self._pidfd, zmq.POLLIN)
 
     def hear(self, timeout_ms: int) -> Iterator[Any]:
-        """Yield the messages there are, or those that come in time.
+        """Yield the waiting messages, or those that come in time.
 
-        What is not taken stays for later.
+        Messages that the caller does not take stay for later.
 
         Raises:
             RunLost: the supervisor is gone.
@@ -78,7 +78,7 @@ class SupervisorClient(Wire):
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor is there."""
+        """Whether the supervisor's process exists."""
         return self._pidfd >= 0 and not wait([self._pidfd], 0)
 
     @property
@@ -98,7 +98,7 @@ class SupervisorClient(Wire):
         self.close()
 
     def close(self) -> None:
-        """Close the wire to a supervisor that is gone."""
+        """Close the connection to a supervisor that is gone."""
         if self._pidfd >= 0:
             self._hang_up(0)
             os.close(self._pidfd)
@@ -144,7 +144,7 @@ def _start(config: SupervisorConfig) -> Connection:
                 if ready
                 else []
             )
-            process.kill()  # it may be stuck; a child that it has already ends with the life pipe
+            process.kill()  # it may be stuck; if it has a child, that ends with the life pipe
             why = tail[0] if tail else f"it said nothing for {_START_SECONDS:.0f} s"
             raise EngineError(
                 f"the supervisor did not start: {why}. `taas doctor` looks for the cause."
@@ -179,12 +179,12 @@ def get_supervisor(*, warm: bool) -> SupervisorClient:
 
 
 def start_ahead() -> None:
-    """Start in a thread what the first cell will need, if that runs on this machine.
+    """Start in a thread what the first cell will need, if that cell runs on this machine.
 
     :func:`get_supervisor` joins the thread.
     """
     global _ahead
-    with contextlib.suppress(HeaderError):  # the first cell says what is wrong
+    with contextlib.suppress(HeaderError):  # the first cell reports it
         if current_engine(project_folder()).kind == "local" and _current is None and _ahead is None:
             _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
             _ahead.start()
@@ -192,7 +192,7 @@ def start_ahead() -> None:
 
 def _start_idle() -> None:
     global _current
-    # the cell that needs a supervisor says why there is none
+    # the cell that needs a supervisor reports why there is none
     with contextlib.suppress(EngineError, OSError):
         _current = SupervisorClient(warm=True, idle=True)
 

@@ -23,14 +23,14 @@ _CELL_WIDTH, _WHERE_WIDTH = 44, 120
 _BARS = "▁▂▃▄▅▆▇█"
 _NOTIFY_SECONDS = 60.0
 _STALE_SECONDS = 90
-"""A line that goes on changes each minute at least: the state, the time, what ranks use."""
+"""A live line changes at least once a minute: its state, its time, or what its ranks use."""
 STAYS_OPEN = (
     '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const'
     " o=window.taasOpen??={},k=d.dataset.taas;"
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
 )
-"""Stands behind what is :func:`folded`: front ends that run scripts leave open what was, when a
-newer view takes its place.
+"""Follows :func:`folded` parts: a front end that runs scripts then keeps those open that the user
+opened, when a newer view replaces this one.
 """
 _NOTIFIES = (
     "<script>if(window.Notification){{const show=()=>{{{then}}};"
@@ -95,7 +95,7 @@ def _delivery(record: RunRecord) -> str:
     d = record.delivered
     if d is None:
         return ""
-    # after the end, what is ready is for an iteration that nobody began
+    # after the end, these elements are for an iteration that no rank began
     ready = f"{d.ready:,} ready, " if record.live else ""
     return f"{d.delivered:,} of {d.planned:,} units, {ready}{d.rate:.0f}/s, waited {d.waited:.1f} s"
 
@@ -117,10 +117,10 @@ def _cell(record: RunRecord) -> str:
 
 
 def _stale(now: float) -> str:
-    """Return HTML that becomes visible if its view has not been replaced in time.
+    """Return HTML that becomes visible if its view was not replaced in time.
 
-    A view is not replaced any more after the page was loaded again, or the kernel was restarted. It
-    is done by CSS, since many front ends run no scripts.
+    A view is no longer replaced after the page was reloaded, or the kernel was restarted. CSS does
+    this, because many front ends run no scripts.
     """
     said = (
         f" · may be stale: not updated since {time.strftime('%H:%M', time.localtime(now))}, %taas"
@@ -134,7 +134,7 @@ def _stale(now: float) -> str:
 
 
 def mending(records: Sequence[RunRecord]) -> dict[str, str]:
-    """Return a script that replaces the lines of earlier kernels' runs by their state now."""
+    """Return a script that replaces the lines of earlier kernels' runs by their present state."""
     lines = json.dumps({record.id: line(record).html for record in records}).replace("<", "\\u003c")
     script = (
         f"for(const [id,line] of Object.entries({lines}))"
@@ -162,10 +162,10 @@ def _cause(record: RunRecord) -> str:
 def notification(record: RunRecord) -> dict[str, str]:
     """Return a script that asks for the permission to notify, or notifies if the run is over.
 
-    Front ends that run no scripts show nothing.
+    A front end that runs no scripts shows nothing.
     """
     said = json.dumps([f"{record.name} {record.outcome}", why(record)]).replace("<", "\\u003c")
-    # the notebook keeps this script, and a page that opens it later runs it again
+    # the notebook keeps this script, and a page that opens the notebook later runs it again
     soon = f"Date.now()/1e3<{record.ended + _NOTIFY_SECONDS:.0f}"
     then = (
         "" if record.live else f"if({soon})new Notification(...(([t,b])=>[t,{{body:b}}])({said}))"
@@ -212,7 +212,7 @@ def facts(record: RunRecord) -> dict[str, Any]:
 
 
 def line(record: RunRecord, now: float | None = None, left: float | None = None) -> Shown:
-    """Show one run in a compact line, with the time of the line, and below it what is wrong.
+    """Show one run in a compact line, with the time of the line; below it, what is wrong.
 
     ``left``: seconds until it will be over.
     """
@@ -231,7 +231,7 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
         head += f": {on_one_line(cause, _WHERE_WIDTH)}"
     quiet = " · ".join(["", *filter(None, parts)])
     dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
-    goes_on = record.live and not record.questions  # while a person is asked, it is not updated
+    goes_on = record.live and not record.questions  # a question to a person stops the updates
     mark = f' data-taas-line="{record.id}"' if record.live else ""
     shown = Shown(
         head + quiet,
@@ -243,7 +243,7 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
 
 
 def _with_trouble(shown: Shown, record: RunRecord, trouble: Trouble) -> Shown:
-    """Add to a run's view what is wrong with it, and where its ranks stand or stood."""
+    """Add to a run's view what is wrong with it, and where its ranks are, or were."""
     said = trouble.headline if record.live else f"before it ended: {trouble.headline}"
     whole = (
         shown
@@ -260,7 +260,7 @@ def _with_trouble(shown: Shown, record: RunRecord, trouble: Trouble) -> Shown:
 
 
 def _note(record: RunRecord) -> str:
-    """Say what a run waits for, if it is a person or a machine."""
+    """Say what a run waits for, if that is a person or a machine."""
     if record.state == "finishing":
         where = f" ({on_one_line(record.waiting, _WHERE_WIDTH)})" if record.waiting else ""
         return f"interrupted: the cell is finishing; press again to end it{where}"
@@ -279,7 +279,7 @@ def _note(record: RunRecord) -> str:
 
 
 def stacks(places: Iterable[StackGroup]) -> Shown:
-    """Show where ranks stand, with each place's stack."""
+    """Show where ranks are, with the stack of each place."""
     text, marked = list[str](), ""
     for place in places:
         text += [f"  {place}", *(f"      {frame}" for frame in place.stack)]
@@ -293,7 +293,7 @@ def stacks(places: Iterable[StackGroup]) -> Shown:
 
 
 def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
-    """Show the runs that go on, those whose ranks are kept, and the last one that ended."""
+    """Show the live runs, the runs whose ranks are kept, and the last one that ended."""
     now = time.time() if now is None else now
     live = [record for record in records if record.live]
     ended = [record for record in records if not record.live]
@@ -324,7 +324,7 @@ def _standing(record: RunRecord, now: float) -> tuple[str, ...]:
 
 
 def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
-    """Show all runs that are kept, how they ended and why, and where their folders are."""
+    """Show all runs that still have a folder: how they ended, why, and the folder."""
     now = time.time() if now is None else now
     if not records:
         return plain("no run yet")
@@ -349,7 +349,7 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
 
 
 def settings(catalog: Catalog) -> dict[str, Any]:
-    """Return what holds, and the file that says it, for programs (``--json``)."""
+    """Return each setting and the file that sets it, for programs (``--json``)."""
     said = {key: str(path) for key, path in catalog.said_in.items()}
     return {
         key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()
@@ -357,7 +357,7 @@ def settings(catalog: Catalog) -> dict[str, Any]:
 
 
 def config(catalog: Catalog) -> Shown:
-    """Show the settings that hold, where each was set, and the option that a header has for it."""
+    """Show the settings, where each was set, and the header's option for it."""
     rows = [
         (
             f"{key} = {_as_in_toml(value)}",
@@ -393,7 +393,7 @@ def _as_in_toml(value: object) -> str:
 
 
 def types(catalog: Catalog) -> Shown:
-    """Show the instance types: what a VM of each has, and how many ranks a run may have on it."""
+    """Show the instance types: a VM's resources, and how many ranks a run may have on it."""
     rows = [
         (
             f"#!{kind.name}",
@@ -428,12 +428,12 @@ def table(
     remarks: Sequence[str] = (),
     opened: Mapping[str, str] | None = None,
 ) -> Shown:
-    """Show rows of short cells, without columns of empty ones.
+    """Show rows of short cells, without columns that are empty.
 
     Args:
         heads: of the columns.
         rows: their cells.
-        remarks: on each row, of any length; it stands below the row.
+        remarks: for each row, a text of any length to show below it.
         opened: for each row, by the key of :func:`folded`, the HTML that its last cell opens, if
             there is some.
     """

@@ -1,6 +1,6 @@
 """The table of verbs, for ``%taas VERB`` in a notebook and ``taas VERB`` in a terminal.
 
-What each verb does is in :mod:`taas.notebook.steering`, which is loaded when one is used.
+:mod:`taas.notebook.steering`, which is imported at its first use, has their actions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Verb:
     """One row of the table.
 
     Attributes:
-        words: which words may follow, as help shows them.
-        offers: of these, the ones that stand for themselves, with what each means.
+        words: the words that may follow, as help shows them.
+        offers: of these, the ones to type literally, each with its meaning.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Verb:
 
     @property
     def usage(self) -> str:
-        """How it is typed."""
+        """How to type it."""
         return " ".join(
             (self.name, *self.words.split(), *(f"[{option.usage}]" for option in self.options))
         )
 
     def read(self, words: list[str]) -> Line:
-        """Read what follows it; a `HeaderError` says what to type instead."""
+        """Read the words after the verb; a `HeaderError` says what to type instead."""
         try:
             return read_line(words, {o.name: o for o in self.options}, len(self.words.split()))
         except HeaderError as error:
@@ -48,7 +48,7 @@ class Verb:
 
 
 def help_text() -> str:
-    """Return what ``%taas?`` and ``--help`` show."""
+    """Return the text of ``%taas?`` and ``--help``."""
     table = in_columns((verb.usage, verb.help) for verb in VERBS.values())
     return (
         "See and steer runs. %taas VERB in a notebook and taas VERB in a terminal are\n"
@@ -82,8 +82,8 @@ def complete(line: str) -> dict[str, str]:
 
 
 def _runs(*, live: bool) -> dict[str, str]:
-    """Return the newest runs, each with its outcome; ``live``: those that go on."""
-    from taas.runs.records import read_records  # here: `import taas` is to stay cheap
+    """Return the newest runs, each with its outcome; ``live``: only those that go on."""
+    from taas.runs.records import read_records  # here, so that `import taas` stays cheap
 
     found = [record for record in read_records()[::-1] if record.live or not live]
     return {

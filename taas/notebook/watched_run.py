@@ -21,15 +21,15 @@ from taas.wording import shown as on_one_line
 
 _LINES, _WIDTH, _LAST_WIDTH = 20, 200, 70
 _DRAWN = 1 << 19
-"""Characters of HTML, at most, that a rank's last figure or table may have in the row of a run that
+"""The most characters of HTML that the row of a rank has for its last figure or table, once the run
 is over.
 """
 _MANY_RANKS = 32
-"""From so many ranks on, a view that goes on reads the output of some, and of fewer than these."""
+"""From that many ranks on, a live view reads the output of some ranks only, fewer than these."""
 _AT_WORK = ("starting", "running", "stopped")
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _BAR = re.compile(r"(?<!\d)(\d+)/(?!\1 )\d+ \[[^<\]]*<(?:(\d+):)?(\d+):(\d\d)")
-"""How a bar of tqdm ends: ``12/100 [00:03<00:20, 4.20it/s]``."""
+"""The end of a tqdm bar: ``12/100 [00:03<00:20, 4.20it/s]``."""
 
 
 class _Written(NamedTuple):
@@ -53,12 +53,12 @@ class _Written(NamedTuple):
 
 
 def render_run(record: RunRecord, now: float | None = None) -> Shown:
-    """Show the run's line, with the time that is left if that is known, and the folded rows.
+    """Show the run's line, with the remaining time if it is known, and the folded rows.
 
-    ``now``: as :func:`line` has it.
+    ``now``: as in :func:`line`.
 
-    While a run of many ranks goes on, this is asked for each second, and reads only what some of
-    them wrote.
+    For a live run of many ranks, this is called each second, and reads what only some of them
+    wrote.
     """
     ranks = _written_by(record, _read_each_second(record))
     above = line(record, now, _seconds_left(record, ranks[0]))
@@ -90,7 +90,7 @@ def _read_each_second(record: RunRecord) -> Collection[int]:
 def _odd(record: RunRecord) -> list[int]:
     """Return the odd ranks.
 
-    They ask something, stand elsewhere than most, are stopped, or are in another state than most.
+    An odd rank asks something, is stopped, or is elsewhere or in another state than most.
     """
     odd = [asked.rank for asked in record.questions]
     if record.trouble is not None:
@@ -116,7 +116,7 @@ def _last_of(folder: Path) -> _Written:
 
 
 def _seconds_left(record: RunRecord, rank_0: _Written | None) -> float | None:
-    """Return the seconds that are left, as registered loaders or rank 0's last tqdm bar say."""
+    """Return the remaining seconds, from the registered loaders or from rank 0's last tqdm bar."""
     delivered = record.delivered
     if delivered is not None and delivered.planned and delivered.rate > 0:
         return (delivered.planned - delivered.delivered) / delivered.rate
@@ -133,7 +133,7 @@ def _rows(record: RunRecord, ranks: Sequence[_Written | None]) -> Shown:
         for rank, written in enumerate(ranks)
     ]
     heads = ("rank", "state", "CPU", "memory", "GPU", "GPU memory", "last line")
-    shown = record.cell.spec.shown_ranks()  # their displays are in the cell already
+    shown = record.cell.spec.shown_ranks()  # the cell shows their displays already
     opened = {
         f"{record.id}-{rank}": (
             written.opened(drawn=not record.live and rank not in shown) if written else ""
@@ -152,7 +152,7 @@ def _last_line(written: _Written | None) -> str:
 
 
 def _not_read(record: RunRecord, left_out: Sequence[int]) -> Shown:
-    """Say whose output the rows lack, and how to see it."""
+    """Say which ranks' output the rows lack, and how to see it."""
     return plain(
         f"{ranks_in_words(left_out)}: state and use only, in a run of so many ranks; %taas status"
         f" {record.name} shows what they print, %taas logs {record.name} --rank {left_out[0]} all"
@@ -161,7 +161,7 @@ def _not_read(record: RunRecord, left_out: Sequence[int]) -> Shown:
 
 
 def _facts(record: RunRecord, rank: int, use: RankUse | None) -> tuple[str, ...]:
-    """Return a rank's state, and what it uses while it is there."""
+    """Return a rank's state, and what it uses while it runs."""
     if use is None or (not record.live and use.state in _AT_WORK):  # its agent was lost with it
         return (record.state if record.live else record.outcome, "", "", "", "")
     if use.state not in _AT_WORK:
