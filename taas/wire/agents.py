@@ -42,7 +42,7 @@ class AgentUp(Message, frozen=True):
 
 
 class KeptGone(Message, frozen=True):
-    """The ranks that this VM has kept have ended, ``how`` in words, while no run had them."""
+    """The kept ranks of this VM have ended, ``how`` in words, while no run used them."""
 
     how: str
 
@@ -59,8 +59,8 @@ class OfJob(Message, Generic[Said], frozen=True):
 
 
 WITH_FORKSERVER = "killed with its forkserver"
-"""How a job ended if its forkserver was killed while its processes were forked, or before; a data
-process also ends so later.
+"""How a job ended if its forkserver was killed before, or while, it forked the job's processes. A
+data process may end like this later, too.
 """
 
 
@@ -80,7 +80,7 @@ class JobOver(Message, frozen=True):
 
 
 class RanksSeen(Message, frozen=True):
-    """What an agent saw when it looked at its ranks, with the number of the request."""
+    """An agent's findings on its ranks, with the number of the request."""
 
     look: int
     ranks: tuple[RankSeen, ...]
@@ -93,7 +93,7 @@ class RanksUse(Message, frozen=True):
 
 
 class JobRequest(Message, frozen=True):
-    """What supervisor or agent asks of the other one for a job.
+    """A request for a job, from the supervisor or the agent to the other.
 
     Attributes:
         what: ``project``, by an agent whose VM does not see the notebook's disk: send the project,
@@ -108,8 +108,8 @@ class JobRequest(Message, frozen=True):
 
 
 OfRanks = StoreAddress | RankStage | Asking | RankEnded | RanksSeen | RanksUse
-"""The supervisor passes these on. A store's address comes from the agent of rank 0, which has
-opened the store; the others are what ranks said, or what their agent says of them.
+"""The supervisor passes these on to the run. A store's address comes from rank 0's agent, which has
+opened the store. The others come from ranks, or from their agent about them.
 """
 JobSays = OfRanks | JobOver | JobRequest | Chunk | Taken
 AgentSays = AgentUp | KeptGone | OfJob[JobSays]
@@ -150,14 +150,14 @@ class StartJob(Message, frozen=True):
 
 
 class EndJob(Message, frozen=True):
-    """End all processes of a job; the answer is :class:`JobOver`.
+    """End all processes of a job; the reply is :class:`JobOver`.
 
     Attributes:
         how: for ranks. ``interrupt``: SIGINT, and each cell runs to its end, however long;
-            ``failure``: SIGINT, and what is left soon after is ended; ``now``: what is left is
-            ended. A later one is never more patient than an earlier one. Data processes are ended
-            now in any case.
-        names: whether rank 0's names are wanted as they stand.
+            ``failure``: SIGINT, and remaining ranks are ended soon after; ``now``: remaining ranks
+            are ended. A later request is never more patient than an earlier one. Data processes
+            are always ended now.
+        names: whether rank 0's names are wanted as they are.
     """
 
     how: How = "now"
@@ -167,7 +167,7 @@ class EndJob(Message, frozen=True):
 class LookAtRanks(Message, frozen=True):
     """Look at all ranks of the run, and at their stacks if asked.
 
-    The answer is :class:`RanksSeen`.
+    The reply is :class:`RanksSeen`.
     """
 
     look: int

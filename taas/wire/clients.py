@@ -17,10 +17,9 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
     """The configuration of a supervisor; its kernel writes it as a line of JSON.
 
     Attributes:
-        life: the descriptor, in the supervisor, of the life pipe: its end-of-file is the end of the
-            kernel.
+        life: the supervisor's descriptor of the life pipe, whose end-of-file is the kernel's end.
         client_key: the kernel's public CURVE key in Z85.
-        warm: a VM of this machine will be asked for soon; with ``idle``, no run waits for it yet.
+        warm: a VM of this machine will be requested soon; with ``idle``, no run waits for it yet.
     """
 
     kernel: int
@@ -31,7 +30,7 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
 
 
 class DeliveryOrder(msgspec.Struct, frozen=True):
-    """The registered loaders of a run that data workers are to run.
+    """The registered loaders that data workers run for a run.
 
     Attributes:
         payload: packed names with the loaders among them, complete as for new ranks.
@@ -67,10 +66,10 @@ class Submit(Message, frozen=True):
         payload: the packed names.
         gpus: GPUs of the notebook's machine that the notebook sees; none: rehearse.
         device: the ranks' devices in words.
-        notebook: its path; empty if the front end does not say it.
-        left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it
+        notebook: its path; empty if the front end does not give it.
+        left_to: the id of the run whose kept ranks have names that the payload lacks; empty if it
             lacks none.
-        keep_idle: seconds that its ranks stay after it, if they stay and no other cell comes.
+        keep_idle: seconds that kept ranks stay after it if no other cell comes.
         queue: wait for the devices if other runs have them, instead of being refused.
     """
 
@@ -88,21 +87,21 @@ class Submit(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Prepare an engine for runs as far as is possible without one; there is no answer."""
+    """Prepare an engine for runs, as far as that is possible without one; there is no reply."""
 
     engine: EngineChoice
 
 
 class RunRequest(Message, frozen=True):
-    """What a client asks of a run, or of none.
+    """A client's request about a run, or about none.
 
     Attributes:
-        what: ``interrupt``: stop as a person at the keyboard does; a second time is final.
-            ``stacks``: say where each of its ranks stands; the answer is :class:`Stacks`. ``let
-            go``: the client has opened the answer, or does not want it any more, and asks for
-            nothing else; a run that still goes on is stopped. ``release``: give back the VMs that
-            no run uses; the answer is :class:`Released`.
-        place: where the person is, in words: another notebook, or a terminal; empty: at the run's
+        what: ``interrupt``: stop as a person at the keyboard does; a second one is final.
+            ``stacks``: say where each of its ranks is; the reply is :class:`Stacks`. ``let go``:
+            the client has opened the answer, or no longer wants it, and asks for nothing else; a
+            run that still goes on is stopped. ``release``: give back the VMs that no run uses; the
+            reply is :class:`Released`.
+        place: where the person is, in words: another notebook, or a terminal; empty at the run's
             own cell.
     """
 
@@ -115,7 +114,7 @@ ClientSays = Submit | Prepare | RunRequest | Answer
 
 
 class Refused(Message, frozen=True):
-    """The supervisor refuses what it was asked.
+    """The supervisor refuses a request.
 
     ``error`` is the name of a class of :mod:`taas.errors`.
     """
@@ -125,13 +124,13 @@ class Refused(Message, frozen=True):
 
 
 class Stacks(Message, frozen=True):
-    """Where the ranks of a run stand."""
+    """Where the ranks of a run are in their code."""
 
     places: tuple[StackGroup, ...]
 
 
 class Released(Message, frozen=True):
-    """So many VMs were given back, and so many kept ranks ended."""
+    """The numbers of VMs that were given back, and of kept ranks that ended."""
 
     count: int
     ranks: int = 0
@@ -145,7 +144,7 @@ class RunState(Message, frozen=True):
     Attributes:
         record: its record. At the end it is the last one, and no process writes to the run's folder
             any more; after a full disk the folder may lack it.
-        answer: rank 0's names; of a run that is not done, as they stood.
+        answer: rank 0's names; of a run that is not done, as they were.
         loaders: where the delivery left the registered loaders' generators
             (``delivery.registered.apply_final``).
     """

@@ -23,7 +23,7 @@ from taas.wire.framing import WIRE_LIMIT
 _AT_ONCE = 64
 PREFIX = "taas-"
 LONGEST_BASE = 45
-"""Below it lie this folder, those of agents, and in these multiprocessing's:
+"""This folder contains those of agents, and these contain multiprocessing's:
 ``taas-…/agent-12/pymp-…/listener-…``.
 """
 _INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108  a folder of our own is made there
@@ -34,10 +34,8 @@ Socket = zmq.Socket[Any]
 def make_short_folder() -> str:
     """Make the folder of sockets: in TMPDIR, unless that path is too long.
 
-    Those of Slurm and pytest are.
-
-    The path of a UNIX socket has 107 bytes at most (unix(7)). This function travels to VMs by
-    value.
+    Slurm's and pytest's are too long: the path of a UNIX socket has at most 107 bytes (unix(7)).
+    This function travels to VMs by value.
 
     Raises:
         OSError: it cannot be made anywhere; the text says where that was tried.
@@ -45,7 +43,7 @@ def make_short_folder() -> str:
     refused = []
     for base in dict.fromkeys((tempfile.gettempdir(), *_INSTEAD)):
         try:
-            base.encode()  # messages name it
+            base.encode()  # messages have it
         except UnicodeEncodeError:
             refused.append(f"{base!a} is not UTF-8")
             continue
@@ -67,8 +65,8 @@ class Gate:
 
     Call ``answer`` when ``socket`` is readable.
 
-    Make it before the servers listen. ``allows`` tells whether a client may connect that shows this
-    public CURVE key, or this PLAIN password.
+    Make it before the servers listen. ``allows`` tells whether a client with this public CURVE key,
+    or with this PLAIN password, may connect.
     """
 
     def __init__(self, context: Any, allows: Callable[[bytes], bool]) -> None:
@@ -78,7 +76,7 @@ class Gate:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """Decide about clients that want to connect, up to a number."""
+        """Decide about clients that want to connect, up to a number of them."""
         for _ in range(_AT_ONCE):
             if not self.socket.poll(0):
                 return
@@ -115,7 +113,7 @@ def make_router(context: Any, public: bytes, secret: bytes) -> Socket:
     serve_curve(router, public, secret)
     router.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.set_hwm(0)  # who sends bounds what is on its way
+    router.set_hwm(0)  # the senders themselves limit what is under way
     return router
 
 
@@ -126,7 +124,7 @@ def make_dealer(
     dealer: Socket = context.socket(zmq.DEALER)
     show_key(dealer, server, public, secret)
     dealer.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
-    dealer.set_hwm(0)  # who sends bounds what is on its way
+    dealer.set_hwm(0)  # the senders themselves limit what is under way
     return dealer
 
 
@@ -143,9 +141,8 @@ def set_heartbeat(socket: Socket) -> None:
 class SupervisorLink:
     """Tells when the connection to a supervisor elsewhere is gone, or was never made.
 
-    Make it before the socket connects.
-
-    A broken connection is not used again, because messages were lost with it.
+    Make it before the socket connects. A broken connection is not used again, because messages were
+    lost with it.
     """
 
     def __init__(self, socket: Socket, endpoint: str) -> None:
@@ -167,7 +164,7 @@ class SupervisorLink:
 
     def gone(self) -> str:
         """Read the events; return why the supervisor is gone for good, or an empty text."""
-        from zmq.utils.monitor import recv_monitor_message  # it imports asyncio
+        from zmq.utils.monitor import recv_monitor_message  # here, because it imports asyncio
 
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]

@@ -1,6 +1,6 @@
-"""What all messages have in common: their base, their packing and seals, and memory files.
+"""The parts that all messages share: their base, packing and seals, and memory files.
 
-A seal is a MAC with a key that only the processes of one run have, checked before anything is
+A seal is a MAC with a key that only the processes of one run have. It is checked before anything is
 unpickled.
 """
 
@@ -26,13 +26,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Alive(Message, frozen=True):
     """The sender is alive.
 
-    A worker pool sends it again and again, and so does the supervisor: when it cannot send it, the
-    agent is out of reach.
+    A worker pool sends it regularly. So does the supervisor: if it cannot send it, the agent is out
+    of reach.
     """
 
 
 class Leave(Message, frozen=True):
-    """End all that you have started, and then yourself."""
+    """End all processes that you have started, and then yourself."""
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -54,18 +54,19 @@ class Memory(msgspec.Struct, frozen=True):
         return self.pid == 0
 
     def from_elsewhere(self) -> Memory:
-        """Return it as a peer on another host is told of it."""
+        """Return the form of it that a peer on another host gets."""
         return Memory(0, 0, self.nbytes)
 
     @property
     def path(self) -> str:
-        """Return the path at which processes of its host find it."""
+        """Return the path by which processes of its host open it."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
     def open(self) -> int:
         """Open it here; the caller closes the descriptor.
 
-        Raises an OSError if the process is gone, or the file is not the one that was announced.
+        Raises:
+            OSError: the process is gone, or the file is not the announced one.
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(fd)
@@ -76,15 +77,15 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class StoreAddress(msgspec.Struct, frozen=True, tag=True):
-    """Where a run's store is.
+    """The address of a run's store.
 
     Attributes:
         host: the value of MASTER_ADDR. Loopback: all ranks are on one machine, and the store is a
             folder there.
         secret: key of the run's seals (:func:`seal`); only its ranks and their agents have it.
-        port: the value of MASTER_PORT: the TCPStore's port, or, if the store is a folder, a number
-            at which no process listens. 0: the store was not opened yet.
-        folder: an absolute path; empty if the store is no folder.
+        port: the value of MASTER_PORT: the TCPStore's port; if the store is a folder, a number at
+            which no process listens. 0: the store is not open yet.
+        folder: an absolute path; empty if the store is not a folder.
     """
 
     host: str
@@ -103,10 +104,10 @@ class Unreadable(ValueError):
 class MessageReader:
     """Decodes the messages that one side expects.
 
-    Anything else raises :class:`Unreadable`, in whatever way it is broken.
+    Anything else raises :class:`Unreadable`, however it is broken.
 
     Args:
-        kinds: the type, or the union of types, that is expected.
+        kinds: the expected type, or union of types.
         form: ``msgspec.msgpack`` for messages, ``msgspec.json`` for files that people may read.
     """
 
@@ -116,9 +117,9 @@ class MessageReader:
     def __call__(self, data: bytes | memoryview) -> Any:
         """Decode one message.
 
-        Invalid UTF-8 raises a UnicodeDecodeError, which is a ValueError; msgspec's own errors are
-        that only in newer versions. A field that is nested too deeply, even an unknown one, raises
-        a RecursionError.
+        Three errors become :class:`Unreadable`: for invalid UTF-8, a UnicodeDecodeError, which is a
+        ValueError; msgspec's own errors, which are ValueErrors only in newer versions; and a
+        RecursionError, for a field that is nested too deeply, even an unknown one.
         """
         try:
             return self._decode(data)
@@ -129,7 +130,8 @@ class MessageReader:
 def seal(key: bytes, header: bytes, body: Any) -> bytes:
     """Return the MAC over a header and a body.
 
-    The header says which body it is, and whose. The body is bytes, or memory that exports them.
+    The header says which body it is, and whose. The body is bytes, or an object that exports
+    memory.
     """
     digest = blake2b(len(header).to_bytes(8, "little"), key=key, digest_size=SEAL_BYTES)
     digest.update(header)
@@ -138,7 +140,7 @@ def seal(key: bytes, header: bytes, body: Any) -> bytes:
 
 
 def authenticate(key: bytes, frame: bytes, body: Any) -> bytes | None:
-    """Return the header after the seal in ``frame``, or None if the seal does not fit.
+    """Return the header after the seal in ``frame``, or None if the seal is wrong.
 
     The seal covers the header and the body.
     """

@@ -1,12 +1,11 @@
 """The loop of a process's main thread: sockets and descriptors, each with an action for its input.
 
-Work that may take long is done by a thread beside the loop: files of any size, processes that end.
-So an interrupt of one run never waits for work of another one. Children of the process report in
-lines of JSON.
+A thread beside the loop does work that may take long: files of any size, processes that end. So an
+interrupt of one run never waits for another run's work. Children of the process report in lines of
+JSON.
 
-A process to which peers connect may have as many descriptors as the system allows. Processes that
-it starts for others have the original limit: a rank has the limit that it would have under
-torchrun.
+A process to which peers connect may have as many descriptors as the system allows. The processes
+that it starts get the original limit: a rank has the limit that it would have under torchrun.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ import zmq
 
 _AT_ONCE = 64
 _READ_AT_ONCE = 1 << 16
-"""As many bytes as a pipe holds."""
+"""The capacity of a pipe, in bytes."""
 
 
 class PollLoop:
-    """Sources and their actions."""
+    """Watches sources, and runs their actions."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -46,7 +45,7 @@ class PollLoop:
         return source in self._actions
 
     def on(self, source: Any, action: Callable[[], object]) -> None:
-        """Watch a source, which is a zmq socket or a descriptor."""
+        """Run an action whenever a source, a zmq socket or a descriptor, is readable."""
         self._actions[source] = action
         self._poller.register(source, zmq.POLLIN)
 
@@ -68,7 +67,7 @@ class PollLoop:
             self._soon.popleft()()
 
     def step(self, wait: float | None) -> None:
-        """Wait ``wait`` seconds at most (None: for ever) for sources, and run their actions."""
+        """Wait for sources, at most ``wait`` seconds (None: without limit); run their actions."""
         for source, _ in self._poller.poll(None if wait is None else int(wait * 1000) + 1):
             action = self._actions.get(source)
             if action is not None:  # an earlier action of this round may have removed it
@@ -86,9 +85,9 @@ def raise_limit() -> None:
 
 
 def give_limit(pid: int) -> None:
-    """Give a child, and all that it starts later, this process's original limit of descriptors.
+    """Give a child, and all that it will start, this process's original limit of descriptors.
 
-    Lowering the limit here while the child is started would not do, because other threads open
+    It would not do to lower the limit here while the child is started, because other threads open
     descriptors meanwhile.
     """
     if _found is not None:
@@ -103,9 +102,9 @@ def _set(limits: tuple[int, int]) -> None:
 
 
 class WorkThread:
-    """A thread that does its work one after the other; all other methods are for the loop's thread.
+    """A thread that does one piece of work after the other; its methods are for the loop's thread.
 
-    ``soon`` is :meth:`PollLoop.soon`; ``pending`` counts work that is not done, or whose result was
+    ``soon`` is :meth:`PollLoop.soon`. ``pending`` counts work that is not done, or whose result was
     not taken yet. Raises a RuntimeError if the system allows no more threads.
     """
 
@@ -120,7 +119,7 @@ class WorkThread:
     ) -> None:
         """Do some work after all earlier work.
 
-        Then the loop calls ``then`` with a Future of its result, or of its error.
+        Then the loop calls ``then`` with a Future that has the result or the error.
         """
         self.pending += 1
         self._work.put(partial(self._do, work, then))
@@ -151,11 +150,10 @@ class WorkThread:
 
 
 class Child:
-    """A child process that is sent lines of JSON and may report in such lines.
+    """A child process that gets lines of JSON, and may report in such lines.
 
-    It ends when its standard input does.
-
-    It runs Python with these arguments; ``reports`` is the union of its reports.
+    It runs Python with these arguments, and ends when its standard input does. ``reports`` is the
+    union of its reports.
     """
 
     def __init__(
@@ -170,7 +168,7 @@ class Child:
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=stdout, **options
         )
         self._decode = msgspec.json.Decoder(reports).decode
-        self._unread = b""  # the part of a line that is there
+        self._unread = b""  # the beginning of a line whose end has not come
 
     def fileno(self) -> int:
         """Return the descriptor from which its reports are read."""
@@ -185,9 +183,9 @@ class Child:
             self.process.stdin.flush()
 
     def read(self) -> list[Any] | None:
-        """Return all waiting reports, None when it has ended.
+        """Return all waiting reports; None when it has ended.
 
-        Waits if there are none.
+        If there are none, wait for one.
         """
         data = os.read(self.fileno(), _READ_AT_ONCE)
         return self._reports(data) if data else None

@@ -31,9 +31,9 @@ class RankStage(Message, frozen=True):
 
     Attributes:
         stage: ``begun``: the cell begins to run. ``at work``: the main thread of an interrupted
-            rank runs Python code, so the cell is handling the interrupt. ``packing``: it packs its
-            names, and its :class:`RankEnded` follows. ``wrote``: it has written down in which
-            collective it waits, and may be asked again.
+            rank runs Python code, so the cell handles the interrupt. ``packing``: the rank packs
+            its names, and its :class:`RankEnded` follows. ``wrote``: it has written down the
+            collective in which it waits, and may be asked again.
         rank: its number, in the message to the supervisor.
     """
 
@@ -48,12 +48,11 @@ class RankEnded(Message, frozen=True):
         outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``. The
             agent says ``died`` (by a signal, or without a message), ``orphaned`` (with its
             forkserver) and ``ended`` (by a signal of the agent). ``stood``: the cell goes on, and
-            these are the rank's names in case that no other message comes.
+            these are the rank's names in case no other message comes.
         at: wall-clock time of its machine in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
         message: the exception's text, or what is known of the end.
-        answer: rank 0's names: at the end of the cell, or as they stood when it failed or was
-            ended.
+        answer: rank 0's names: at the end of the cell, or as they were when it failed or was ended.
         notices: lines for the user.
         asleep: it was ended while it probably waited for other ranks: its main thread slept in C
             code, from which no interrupt had woken it, or had just left a collective.
@@ -71,7 +70,7 @@ class RankEnded(Message, frozen=True):
 
 
 class Asking(Message, frozen=True):
-    """A rank's question to the person at the keyboard; the rank waits for the answer.
+    """A rank's question to the person at the keyboard; the rank waits for the :class:`Answer`.
 
     Its first question has number 1; with 0 it withdraws its question.
     """
@@ -83,9 +82,10 @@ class Asking(Message, frozen=True):
 
 
 class RankKept(Message, frozen=True):
-    """A rank has done all that its order asked, keeps its names, and waits for the next order.
+    """A rank has carried out its order, keeps its names, and waits for the next order.
 
-    ``host_bytes`` is memory of this rank alone, ``gpu_bytes`` what torch has reserved of its GPUs.
+    ``host_bytes`` is memory of this rank alone, ``gpu_bytes`` the GPU memory that torch has
+    reserved.
     """
 
     rank: int
@@ -94,16 +94,16 @@ class RankKept(Message, frozen=True):
 
 
 class RankUse(msgspec.Struct, frozen=True):
-    """What a rank uses of its VM, as its agent sees it.
+    """A rank's use of its VM, as its agent sees it.
 
     Attributes:
         state: ``starting``, ``running``, ``stopped`` (by SIGSTOP), or how it ended
             (:class:`RankEnded`).
         cpu: percent of one processor.
-        nbytes: memory that no file is behind.
-        gpu: percent of its GPUs, on average; None: it has none, or that is not known.
-        gpu_nbytes: GPU memory that it holds, if the driver reports that for each process; else what
-            all programs hold.
+        nbytes: memory without a file behind it.
+        gpu: percent of its GPUs, on average; None: it has none, or the figure is not known.
+        gpu_nbytes: GPU memory that it holds, if the driver reports that for each process;
+            otherwise the memory that all programs hold.
     """
 
     rank: int
@@ -121,18 +121,18 @@ class RankImported(Message, frozen=True):
 
 
 class Readiness(enum.Enum):
-    """What a spare that was told to :class:`GetReady` says of itself."""
+    """The reply of a spare to :class:`GetReady`, or to an order."""
 
-    IMPORTED = "imported"  # all that it was told to import, or what could be imported
+    IMPORTED = "imported"  # it has imported all modules that it was told to, or as many as it could
     TAKES = "takes"  # the order is the one that it is ready for
-    UNFIT = "unfit"  # it is not what a fresh process would be: it leaves, or is to be ended
+    UNFIT = "unfit"  # it differs from a fresh process: it leaves, or has to be ended
 
 
 class RankReady(Message, frozen=True):
-    """How far a spare is that was told to get ready.
+    """How far a spare is with getting ready.
 
-    ``nbytes`` is the memory that only it has, ``unfit`` what it does that it should not, for the
-    log.
+    ``nbytes`` is the memory that only it has. ``unfit`` says, for the log, how it differs from a
+    fresh process.
     """
 
     state: Readiness
@@ -144,11 +144,11 @@ RankSays = RankStage | Asking | RankEnded | RankKept | RankImported | RankReady
 
 
 class Answer(Message, frozen=True):
-    """The answer of the person at the keyboard to a rank's question.
+    """The reply of the person at the keyboard to a rank's question.
 
     ``refused`` says why there can be none.
 
-    It travels from a client by the supervisor and an agent to the rank.
+    It travels from a client through the supervisor and an agent to the rank.
     """
 
     run: str
@@ -159,15 +159,15 @@ class Answer(Message, frozen=True):
 
 
 class RankRequest(Message, frozen=True):
-    """What an agent asks of a process that is a rank, or was prepared to be one.
+    """An agent's request to a process that is a rank, or was prepared to be one.
 
     Attributes:
         what: ``notice``: the rank was sent a SIGINT: say when it is noticed, and break off a wait
             that prevents this; ``ignored``: the rank ignored it, as system(3) does while a program
-            runs. ``names``: pack the names as they stand, in another thread if the main one
-            waits, and leave. ``taken``: the agent has rank 0's names, so forget them. ``leave``:
-            no other order will come, and the agent has all it needs, so exit. ``collective``:
-            write down in which collective it waits (runs/stacks.py).
+            runs. ``names``: pack the names as they are, in another thread if the main one waits,
+            and leave. ``taken``: the agent has rank 0's names, so forget them. ``leave``: no other
+            order will come, and the agent has all it needs, so exit. ``collective``: write down
+            the collective in which it waits (runs/stacks.py).
     """
 
     what: Literal["notice", "names", "taken", "leave", "collective"]
@@ -176,7 +176,7 @@ class RankRequest(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Preparation:
-    """What ranks of different runs have in common, so that a process can prepare before its order.
+    """The facts that ranks of different runs share, so that a process can prepare before its order.
 
     Attributes:
         project: absolute path of the project, or of this VM's copy of it.
@@ -214,19 +214,19 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def local_rank_option(self) -> str:
-        """Return how it spells the option with its local rank, as programs for launchers do."""
+        """Return how its program spells the option for the local rank, as a launcher passes it."""
         found = re.search("--local[_-]rank", self.text)
         return found[0] if found else ""
 
 
 class AtImport(msgspec.Struct, frozen=True):
-    """What a module may read of a notebook's process at import, beside the environment.
+    """State of a notebook's process that a module may read at import, beside the environment.
 
-    It is empty where that cannot be told.
+    It is empty if it cannot be determined.
 
     Attributes:
         path, arguments: ``sys.path`` and ``sys.argv``, as they travel to ranks.
-        settings: other state of the process, each kind as a text that is equal where it is.
+        settings: other state of the process, each kind as a text; equal texts mean equal state.
     """
 
     path: tuple[str, ...] = ()
@@ -254,13 +254,14 @@ class Staged(msgspec.Struct, frozen=True):
 
     Attributes:
         payload: the packed names, or loaders.
-        replica: the copy of the project that is to stand there; empty: the project itself is there.
+        replica: the copy of the project that takes its place there; empty: the project itself is
+            there.
         on_demand: folder in which processes ask for files that the copy lacks
             (:mod:`taas.project_sync.files_on_demand`).
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for the project files that ranks other than 0 write.
         since_ns: when the run began, by the clock of the project's (or its copy's) file system.
-        at_import: what modules that ranks import may read of the notebook's process.
+        at_import: state of the notebook's process that modules may read when ranks import them.
     """
 
     payload: Memory
@@ -275,19 +276,19 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class RankOrder(Message, frozen=True):
-    """What the ranks of one run on one VM are to do.
+    """The order for the ranks of one run on one VM.
 
     The supervisor writes it; it is complete, and the same for all these ranks.
 
     Attributes:
         group_rank: the VM's number in the run, as torchrun's.
         store: the run's store; without a port, the agent of these ranks opens it.
-        gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty where it is
+        gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty if the run is
             rehearsed.
-        restart_count: how often the run was started again.
+        restart_count: how often the run was restarted.
         delivery: how a rank reaches the run's data workers.
         host: this VM's own address, as the run's other VMs reach it.
-        continues: these are the ranks that this VM has kept.
+        continues: these are the kept ranks of this VM.
     """
 
     run: str
@@ -318,7 +319,7 @@ class RankOrder(Message, frozen=True):
 
 
 class RankStart(Message, frozen=True):
-    """Be this rank, with these variables over the notebook's; the store is open."""
+    """Become this rank, with these variables over the notebook's; the store is open."""
 
     order: RankOrder
     staged: Staged
@@ -344,13 +345,13 @@ def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
 
 
 VARIABLES_OF_A_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
-"""Variables of a rank that are new for each run; two like runs share the others."""
+"""Variables of a rank that are new for each run; similar runs share the others."""
 
 
 class GetReady(Message, frozen=True):
-    """Become the rank that the next order is expected to ask for, and import ``modules``.
+    """Become the rank for which the next order is expected, and import ``modules``.
 
-    ``start`` is what the last order told that rank, but for :data:`VARIABLES_OF_A_RUN`; its scratch
+    ``start`` is that rank's part of the last order, without :data:`VARIABLES_OF_A_RUN`; its scratch
     is a folder for this purpose.
     """
 
@@ -369,7 +370,7 @@ use this signal.
 """
 _read_rank = MessageReader(RankSays)
 _LONG = b"\xc1"  # the packet of a long message: no message in MessagePack has this byte
-_SHORT = 4096  # bytes of a packet, at most
+_SHORT = 4096  # the most bytes of a packet
 _READS = 1024  # more packets than a socket holds
 _MOST_DESCRIPTORS = 4
 
@@ -432,13 +433,13 @@ def tell(rank: socket.socket, message: bytes, *descriptors: int) -> None:
 def hear(rank: socket.socket) -> tuple[list[RankSays], bool]:
     """Return the rank's waiting messages, and whether no more will come.
 
-    No more come if it has closed, or sent what is no message of a rank.
+    No more come if it has closed its end, or sent something that is not a message of a rank.
     """
     said: list[RankSays] = []
     try:
         for _ in range(_READS):
             message, descriptors = receive(rank, socket.MSG_DONTWAIT)
-            for descriptor in descriptors:  # of no use here
+            for descriptor in descriptors:  # an agent has no use for them
                 os.close(descriptor)
             said.append(_read_rank(message))
     except BlockingIOError:

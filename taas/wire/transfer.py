@@ -1,8 +1,8 @@
 """Bytes that cross hosts in chunks: memory files, output of processes, archives of files.
 
-On one host nothing is transferred: a memory file is opened where it is held, and files are used
-where they lie. Between hosts, each side of a job pushes what the other one needs, and is never more
-than a window ahead of what the other side has written down.
+On one host nothing is transferred: a memory file is opened in the process that holds it, and files
+are used where they are. Between hosts, each side of a job pushes what the other one needs, and is
+never more than a window ahead of what the other side has written down.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal
 from taas.wire.framing import Memory, Message
 
 CHUNK = 1 << 20
-"""A chunk has at most so many bytes."""
+"""The most bytes of a chunk."""
 WINDOW = 16 << 20
-"""So many bytes of a job are under way at once, at most."""
+"""The most bytes of a job that are under way at once."""
 
 
 class Chunk(Message, frozen=True):
@@ -45,7 +45,7 @@ class Chunk(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """So many bytes of :class:`Chunk` were written down, so that as many more may be sent."""
+    """This many bytes of :class:`Chunk` were written down, so as many more may be sent."""
 
     nbytes: int
 
@@ -66,8 +66,8 @@ def chunks_of(
 def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
     """Read a file of the project, and close its descriptor.
 
-    If that is below 0, or the file changes meanwhile, the last chunk says that the file is not
-    available.
+    If the descriptor is below 0, or the file changes meanwhile, the last chunk says that the file
+    is not available.
     """
     if fd >= 0:
         with open(fd, "rb", buffering=0):
@@ -86,7 +86,7 @@ def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
 class Sender:
     """Sends all chunks of one side of a job: one of each source in turn, within the window.
 
-    A source is an iterator: None means that it has nothing now, its end that it never will again.
+    A source is an iterator. If it yields None, it has nothing now; if it ends, it never will again.
     """
 
     def __init__(self, send: Callable[[Chunk | Taken], None]) -> None:
@@ -101,7 +101,7 @@ class Sender:
 
     @property
     def waits(self) -> bool:
-        """Return whether the peer has to take something before more is sent."""
+        """Return whether the peer has to take some bytes before more are sent."""
         return self._window <= 0
 
     def add(self, source: Iterator[Chunk | None]) -> None:
@@ -113,14 +113,14 @@ class Sender:
         self._send(Taken(len(chunk.data)))
 
     def taken(self, nbytes: int) -> None:
-        """Note that the peer has taken so many bytes."""
+        """Note that the peer has taken bytes."""
         self._window += nbytes
 
     def step(self) -> None:
-        """Send what there is.
+        """Send as much as possible now.
 
-        Raises an OSError if a source cannot be read; that source is dropped, and the others are
-        not.
+        Raises:
+            OSError: a source cannot be read. That source is dropped, and the others stay.
         """
         idle = 0
         while idle < len(self._sources) and not self.waits:
@@ -161,7 +161,8 @@ class Incoming:
     def take(self, chunk: Chunk) -> None:
         """Write a chunk down.
 
-        Raises an OSError if there is no memory for it, or it is not the next one.
+        Raises:
+            OSError: there is no memory for it, or it is not the next one.
         """
         rest = self._size - self._got
         if chunk.offset != self._got or not min(1, rest) <= len(chunk.data) <= rest:
@@ -178,7 +179,7 @@ class Incoming:
 
     @property
     def memory(self) -> Memory:
-        """Return it as processes of this host find it."""
+        """Return it in the form in which processes of this host open it."""
         return Memory(os.getpid(), self.fd, self._size)
 
     def close(self) -> None:
