@@ -1,4 +1,4 @@
-"""``taas.register``, what is registered, and ``taas.resume``; nothing here imports torch."""
+"""``taas.register``, the list of registered loaders, and ``taas.resume``; never imports torch."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from taas.errors import DeliveryError, RegistrationError
 
 
 class _Entry(NamedTuple):
-    """What is registered: a loader, and how that was done."""
+    """A registered loader, and how it was registered."""
 
     loader: Any
-    name: str | None  # that it was given
-    variable: str | None  # that held it then
-    cell: int  # how many cells had run then
+    name: str | None  # given by the user
+    variable: str | None  # the variable that held the loader
+    cell: int  # how many cells had run
 
 
 _registry: dict[int, _Entry] = {}
-"""By the id of the loader."""
+"""By the loader's id."""
 
 
 def register(loader: Any, name: str | None = None) -> Any:
-    """Have data workers make this loader's elements in every run with ``--cpus``.
+    """Let data workers make this loader's elements in every run with ``--cpus``.
 
-    A loader that an earlier cell has registered in the same variable and under the same name, and
-    that no variable holds any more, is registered no longer: its cell was run again.
+    If an earlier cell has registered a loader in the same variable and under the same name, and no
+    variable holds that loader any more, it is unregistered: its cell was run again.
 
     Args:
         loader: a DataLoader, or any iterable that begins anew each time it is iterated.
-        name: what ``--units NAME=…`` and the live view call it; otherwise the variable that holds
-            it.
+        name: its name in ``--units NAME=…`` and in the live view; None: the name of the variable
+            that holds it.
 
     Returns:
         The loader itself.
@@ -63,10 +63,10 @@ def register(loader: Any, name: str | None = None) -> Any:
 
 
 def _replaced_in(variable: str | None, name: str | None, cell: int) -> list[int]:
-    """Return the registered loaders whose place a loader takes, as its cell is run again.
+    """Return the registered loaders that a loader replaces because its cell is run again.
 
     A loop in one cell may register several loaders in one variable, and several cells may do so
-    under names of their own: all of these are meant.
+    under names of their own. All of these are returned.
     """
     if variable is None:
         return []
@@ -80,8 +80,8 @@ def _replaced_in(variable: str | None, name: str | None, cell: int) -> list[int]
 
 
 def _cells_run() -> int:
-    """Return how many cells this notebook has run so far; outside of a notebook none."""
-    from taas.capture.cells import typed_cells  # import taas stays quick
+    """Return how many cells this notebook has run so far; outside a notebook, 0."""
+    from taas.capture.cells import typed_cells  # here, so that import taas stays quick
 
     return len(typed_cells())
 
@@ -100,7 +100,7 @@ def unregister(loader: Any) -> None:
 
 
 def list_registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]:
-    """Return the registered loaders in order, named as ``namespace`` names them now."""
+    """Return the registered loaders in order, with the names that ``namespace`` gives them now."""
     named: list[Registration] = []
     taken = {entry.name for entry in _registry.values() if entry.name is not None}
     for number, entry in enumerate(_registry.values()):
@@ -127,7 +127,10 @@ def _variable_of(loader: Any, namespace: Mapping[str, Any] | None = None) -> str
 
 
 def _check_name(name: Any, replaced: Collection[int]) -> None:
-    """Two loaders of one name would be one to the run; and the name is typed in ``--units``."""
+    """Check that a name is free and can be typed in ``--units``.
+
+    The run would take two loaders of one name for one loader.
+    """
     if not isinstance(name, str):
         raise RegistrationError(
             f"a {type(name).__qualname__} is no name for a loader. Register each loader by itself: "
@@ -144,8 +147,8 @@ def _check_name(name: Any, replaced: Collection[int]) -> None:
 
 
 def _check_iterable(loader: Any) -> None:
-    """Ask the loader's class, so that nothing is begun; not its metaclass, which may raise."""
-    from taas.capture.reading import attribute_of_class  # import taas stays quick
+    """Ask the loader's class, so that no iteration begins; not its metaclass, which may raise."""
+    from taas.capture.reading import attribute_of_class  # here, so that import taas stays quick
 
     if attribute_of_class(type(loader), "__iter__") is None:
         raise RegistrationError(
@@ -160,7 +163,7 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.heap import culprit_of  # import taas stays quick
+    from taas.capture.heap import culprit_of  # here, so that import taas stays quick
     from taas.capture.reader import Reader
 
     reader = Reader(vars(sys.modules["__main__"]))
@@ -179,8 +182,8 @@ def _check_travels(loader: Any, name: str) -> None:
 class Position(NamedTuple):
     """Where a registered loader begins."""
 
-    iteration: int  # of the loops over the loader, from 0, which one the first loop of the cell is
-    step: int  # of that iteration, which the first loop of the cell begins at, in each rank
+    iteration: int  # of the first loop of the cell: how many loops over the loader came before it
+    step: int  # the step of that iteration at which the loop begins, in each rank
 
 
 _START = Position(0, 0)
@@ -189,9 +192,9 @@ _START = Position(0, 0)
 class Resumed:
     """Where the loaders of a cell begin: ``resumed[loader]`` (or a name) is a ``Position``.
 
-    A loader that is not delivered by data workers begins at its start: ``Position(0, 0)``.
-    ``restart`` is how often this run was started again: 0 in its first start, in the notebook, and
-    in a plain script.
+    A loader that data workers do not deliver begins at its start: ``Position(0, 0)``. ``restart``
+    is how often this run was restarted: 0 in its first start, in the notebook, and in a plain
+    script.
     """
 
     def __init__(self, restart: int, places: Mapping[str, Position]) -> None:
@@ -208,15 +211,16 @@ class Resumed:
 
 
 def resume(**places: tuple[int, int]) -> Resumed:
-    """Let registered loaders go on where the last start was lost; call it before any loop.
+    """Let registered loaders continue where the last start was lost; call it before any loop.
 
-    After a restart of the ranks (``--max-restarts``), each loader goes on at the lowest step that
-    not every rank had completed. In a first start, and where a cell has no data workers, every
-    loader begins at its start, and this only says so.
+    After a restart of the ranks (``--max-restarts``), each loader continues at the lowest step that
+    not every rank had completed. In a first start, and if a cell has no data workers, every loader
+    begins at its start, and this only returns that.
 
     Args:
-        places: ``name=(iteration, step)`` of registered loaders that shall go on elsewhere, such as
-            where the checkpoint stands that the cell goes on from. All ranks have to give the same.
+        places: ``name=(iteration, step)`` of registered loaders that should continue elsewhere,
+        such
+            as at the checkpoint that the cell loads. All ranks have to give the same.
 
     Returns:
         Where each loader begins now.

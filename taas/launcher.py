@@ -1,6 +1,6 @@
-"""Orders a run for a cell with a header: what the cell needs of notebook and machine.
+"""Launches a run for a cell with a header: collects what it needs of the notebook and the machine.
 
-A ``--keep`` cell is told, too, what the notebook knows of the ranks that the last one has left.
+A ``--keep`` cell also gets what the notebook knows of the ranks that the last one has left.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from taas.wire.framing import Memory
 from taas.wire.ranks import AtImport, Cell, Workspace
 
 _RANK_BUFFER = 256 << 20
-"""Bytes of elements that may be under way for a rank, if taas.toml does not say otherwise and
-memory is not short.
+"""Bytes of elements that may be under way for a rank, unless taas.toml says otherwise or memory is
+short.
 """
 
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The kept ranks of a run that is over, with the names that they hold."""
+    """The kept ranks of a finished run, with the names that they hold."""
 
     record: RunRecord
     names: Kept
@@ -75,7 +75,7 @@ _turn = threading.RLock()
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """Let one thread of the notebook at a time launch a run, and wait for it if it is in front.
+    """Let one thread of the notebook at a time launch a run, and wait for a foreground run.
 
     Threads would take each other's messages from the one connection to the supervisor. A call that
     waits for its turn says so.
@@ -95,8 +95,14 @@ def turn() -> Iterator[None]:
 def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunRecord | None:
     """Run a cell in ranks, and bring its results into the shell's namespace.
 
-    With ``--background`` it returns the run's record at once. ``queue``: if other runs have the
-    devices, the run begins when they are free.
+    Args:
+        spec: the cell's header.
+        cell: the text below the header.
+        shell: the notebook's IPython shell.
+        queue: if other runs have the devices, wait for them instead of being refused.
+
+    Returns:
+        The run's record, at once, with ``--background``; otherwise None, when the run is over.
 
     Raises:
         SyntaxError, CaptureError, EngineError: nothing was started.
@@ -168,7 +174,7 @@ def _launch(
 def _check_machine(spec: RunSpec, engine: EngineChoice, *, new_ranks: bool) -> None:
     """Raise an EngineError if this machine lacks what a run needs, before names are captured.
 
-    ``new_ranks``: the run has none that were kept for it, and so needs memory for them.
+    ``new_ranks``: no kept ranks wait for the run, so it needs memory for new ones.
     """
     local = engine.kind == "local"
     check_installed(engine)
@@ -182,25 +188,25 @@ def _check_machine(spec: RunSpec, engine: EngineChoice, *, new_ranks: bool) -> N
 def _run_in_background(
     submit: Submit, captured: Capture, loaders: list[Registration], shell: Any
 ) -> RunRecord:
-    """Start a run that goes on by itself, and hold what it was given until it is attached."""
+    """Start a run that goes on by itself; hold what it was given until it is attached."""
     with Interrupts() as interrupts:
         supervisor = get_supervisor(warm=submit.engine.kind == "local")
         record = start_background(supervisor, submit, interrupts)
         notify_at_end(record, shell)
-        if submit.cell.spec.returned != ():  # else nothing will change in the notebook
+        if submit.cell.spec.returned != ():  # otherwise nothing will change in the notebook
             pending.hold(record, captured, loaders)
         return record
 
 
 def _run_in_front(submit: Submit, captured: Capture, shell: Any) -> RunState:
-    """Run a cell to its end, and note which ranks stay after it, with what they hold."""
+    """Run a cell to its end; note which ranks stay after it, and what they hold."""
     global _kept
     keep = submit.cell.spec.keep
     with Interrupts() as interrupts:
         supervisor = get_supervisor(warm=submit.engine.kind == "local")
         if keep:
-            # From now on the cell changes the ranks' names. Until here an interrupt leaves what
-            # is known of them as it was.
+            # From now on the cell changes the ranks' names. An interrupt before this leaves what is
+            # known of them unchanged.
             _kept = None
         ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
     if keep:
@@ -210,13 +216,13 @@ def _run_in_front(submit: Submit, captured: Capture, shell: Any) -> RunState:
 
 
 def make_delivery_order(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
-    """Return the order for data workers, which read the loaders from what was captured."""
+    """Return the order for data workers, which read the loaders from the captured names."""
     catalog = load_catalog()
     vcpus = catalog.find(DATA_VM).vcpus
     return DeliveryOrder(
         Memory(os.getpid(), captured.fd, captured.nbytes),
-        # Data workers that wait for reads need no processor, so there are more than processors. The
-        # data VMs of one machine share its processors.
+        # Data workers that wait for reads need no processor, so there are more of them than
+        # processors. The data VMs of one machine share its processors.
         min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // spec.data_vms)) if local else vcpus,
         catalog["delivery.encrypt"],
         catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, memory_left().free // 8),
@@ -233,9 +239,9 @@ def make_submit(
     left: KeptRun | None,
     project: Path,
 ) -> Submit:
-    """Return the order for a run of a cell, from this notebook's state.
+    """Return the message that starts a run of a cell, from this notebook's state.
 
-    It tells the user which variables of the environment cannot be sent.
+    It tells the user which environment variables cannot be sent.
     """
     local = engine.kind == "local"
     gpus = visible_gpus() if local else ()
@@ -275,10 +281,10 @@ def make_submit(
 
 
 def _at_import() -> AtImport:
-    """Return what modules may read of this process while ranks import them.
+    """Return the state of this process that modules may read while ranks import them.
 
-    It is empty where that cannot be compared. Setup cells, which may do anything, run in a rank
-    before its cell imports something.
+    It is empty if it cannot be compared, and if there are setup cells: they run in a rank before
+    its cell imports anything, and may do anything.
     """
     path, arguments = process_state.path_and_arguments()
     plain = all(isinstance(text, str) and is_utf8(text) for text in (*path, *arguments))
@@ -294,7 +300,7 @@ def _at_import() -> AtImport:
 def cell_number(shell: Any) -> int:
     """Return the ``In[n]`` of the running cell.
 
-    The shell's own count is no answer: some releases of IPython raise it before a cell runs, some
+    The shell's own count does not do: some releases of IPython raise it before a cell runs, some
     after, and older ones twice for a cell whose header is wrong.
     """
     running = shell.displayhook.exec_result
@@ -302,14 +308,14 @@ def cell_number(shell: Any) -> int:
 
 
 def notebook_path(shell: Any) -> str:
-    """Return the notebook's path; empty where neither VS Code nor Jupyter tells the kernel."""
+    """Return the notebook's path; empty if neither VS Code nor Jupyter tells it to the kernel."""
     return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
 
 
 def debug_rank(shell: Any) -> bool:
     """Open the debugger in the kept rank that raised the notebook's last error.
 
-    It returns whether that error is a rank's.
+    Return whether that error is a rank's.
     """
     error = getattr(sys, "last_value", None)
     if not isinstance(error, RunFailed):

@@ -34,9 +34,9 @@ else:
 
 
 def _frontend() -> ModuleType:
-    """Return the module that runs and steers, which is imported at its first use.
+    """Import the module that runs and steers cells, at its first use.
 
-    ``import taas`` is to cost less than 50 ms.
+    ``import taas`` has to take less than 50 ms.
     """
     return importlib.import_module("taas.notebook.frontend")
 
@@ -44,16 +44,16 @@ def _frontend() -> ModuleType:
 def headed_cell(lines: list[str]) -> list[str]:
     """Turn a cell with a header into a call of :meth:`TaasMagics.run_cell`.
 
-    It is IPython's last cleanup step.
+    This is IPython's last cleanup step.
 
     Raises:
-        SyntaxError: the cell does not compile. IPython shows one that is raised here as that of any
-            cell; raised later, it would come below frames of IPython and taas.
+        SyntaxError: the cell does not compile. Raised here, IPython shows it as that of any cell;
+            raised later, it would stand below frames of IPython and taas.
     """
     cell = "".join(lines)
     header = find_header(cell)
     if is_setup(header) and _frontend().may_be_setup(cell):
-        return lines  # an ordinary cell, which `_note_setup` notes when it has run
+        return lines  # an ordinary cell, which `_note_setup` notes after it has run
     if (
         header is None
         and lines
@@ -63,13 +63,13 @@ def headed_cell(lines: list[str]) -> list[str]:
         return ["\n", *lines[1:]]
     if header is None:
         if len(lines) == 1 and _MAGIC_LINE.match(cell) and not cell.rstrip().endswith("?"):
-            return [f"{cell.rstrip()}\n", "# no code\n"]  # else IPython advises %taas
+            return [f"{cell.rstrip()}\n", "# no code\n"]  # otherwise IPython would advise %taas
         if lines and _MAGIC_LINE.match(lines[0]):
             _frontend().check_syntax("\n" + "".join(lines[1:]), get_ipython())
         return lines
     if header.problem is None:
         _frontend().check_syntax(cell, get_ipython())
-    # The notebook's ``get_ipython`` may be the user's own.
+    # The user may have rebound the notebook's ``get_ipython``.
     return [f"__import__('IPython').get_ipython().run_cell_magic('taas', '', {cell!r})\n"]
 
 
@@ -80,7 +80,7 @@ def _is_setup_magic(line: str) -> bool:
 
 
 def _note_setup(result: Any) -> None:
-    """Note after a cell that it is a setup cell and has run well, or that it is one no more."""
+    """Note, after a cell, that it is a setup cell and has succeeded, or is no longer one."""
     info = result.info
     first, _, rest = info.raw_cell.partition("\n")
     if _is_setup_magic(first):
@@ -112,9 +112,8 @@ class TaasMagics(Magics):
             twice = "%%taas with options above #!TYPE or #pragma taas: leave one of the two out"
             header = replace(parse_magic_line(line), problem=None if header is None else twice)
         if header is None or header.magic:
-            cell = (
-                "\n" + cell
-            )  # the magic's own line, so that the lines below it keep their numbers
+            # an empty line in the place of the magic's, so that the lines below keep their numbers
+            cell = "\n" + cell
         header = header or parse_magic_line(line)
         try:
             run: RunHandle | None = _frontend().run_cell(header, cell, self.shell)
@@ -124,7 +123,7 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def command(self, line: str) -> None:
-        """See and steer runs (the text is the table's, see :func:`activate`)."""
+        """See and steer runs (:func:`activate` sets the text from the table)."""
         try:
             _frontend().do(line, _frontend().NotebookFrontend(self.shell))
         except HeaderError as error:
@@ -132,7 +131,7 @@ class TaasMagics(Magics):
 
     @line_magic("debug")
     def debug(self, line: str) -> None:
-        """Debug as IPython's ``%debug``, or in the kept rank that raised the last error."""
+        """Debug as IPython's ``%debug`` does, or in the kept rank that raised the last error."""
         if line.strip() or not _frontend().debug_rank(self.shell):
             self._native_debug(line)
 
@@ -152,7 +151,7 @@ def activate(shell: Any) -> None:
         shell.events.register("post_run_cell", _note_setup)
         _tell_late_header(shell)
         if hasattr(shell, "kernel"):
-            # here, since an IPython without a kernel may lack the package comm
+            # imported here, because an IPython without a kernel may lack the package comm
             from taas.notebook.comms import let_comms_travel
 
             let_comms_travel()
@@ -161,7 +160,7 @@ def activate(shell: Any) -> None:
 def start_ahead(shell: Any) -> None:
     """Start what the first cell will need, if a cell of the user's loads taas.
 
-    The profile's startup folder may load it in every kernel, also in those that never train.
+    The profile's startup folder may load taas in every kernel, even in those that never train.
     """
     if sys.displayhook is shell.displayhook:
         _frontend().start_ahead()
@@ -169,7 +168,7 @@ def start_ahead(shell: Any) -> None:
 
 
 def _release_what_is_left(_result: object) -> None:
-    """End, after the cell that has unloaded taas, what waits for cells, and kept ranks.
+    """After the cell that has unloaded taas, end kept ranks, and all that waits for cells.
 
     They stay if the cell loads taas again (``%reload_ext``).
     """
@@ -183,7 +182,7 @@ def _release_what_is_left(_result: object) -> None:
 
 
 def _tell_late_header(shell: Any) -> None:
-    """Tell the user that the running cell's header came too early, since the cell loads taas."""
+    """Tell the user that the running cell loads taas, too late for its own header."""
     cell = shell.history_manager.input_hist_raw[-1]
     if sys.displayhook is shell.displayhook and find_header(cell) is not None:
         line = "%load_ext taas" if "load_ext" in cell else "import taas"

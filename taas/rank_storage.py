@@ -1,26 +1,27 @@
 """The write rule: only rank 0 writes the project.
 
-Covered, in every rank but 0 and in all it starts (DataLoader workers, child processes, shells):
+In every rank except 0, and in all that it starts (DataLoader workers, child processes, shells), the
+rule covers
   * every way to change files, directories or links beneath the project, by whatever route: links,
-    ``..``, /proc/self/fd, the working directory from before;
+    ``..``, /proc/self/fd, a working directory from before the wall;
   * attempts to undo it: mounting, remounting, other processes' namespaces.
-Reads stay live: what rank 0 saves, every rank can load right away.
+Reads stay live: every rank can load at once what rank 0 saves.
 
-Not covered:
-  * descriptors, hard links and mappings of project files from before the wall, other mounts of its
-    directories: they are the file itself;
-  * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such
-    as mode and times; no wall: everything that is not Python, and other programs);
-  * what a rank asks somebody else to write: a daemon, another machine, rank 0.
+It does not cover
+  * descriptors, hard links and mappings of project files from before the wall, and other mounts of
+    the project's directories: they are the files themselves;
+  * the holes of the weaker walls, which ``taas doctor`` lists for this machine (Landlock: metadata
+    such as mode and times; no wall: everything that is not Python, and other programs);
+  * writes that a rank asks another process for: a daemon, another machine, rank 0.
 
-What happens to a write in such a rank (``--rank-writes``):
-  * ``discard``: Python-level writers go to the rank's scratch, which it reads back; at the end of
-    the run ``storage/kept`` sorts that. What the diversion cannot see hits the wall, or does not
-    find what was diverted; where that raises an error, the cell explains it. (An overlay mount
-    would give C code the rank's own files, too, and is none: a file that rank 0 replaces by a
-    rename stays the old one there, silently, until another one is mounted; between the two anybody
-    may read it.)
-  * ``deny``: it is ``StorageDenied``.
+``--rank-writes`` says what happens to a write in such a rank:
+  * ``discard``: Python-level writers write to the rank's scratch, from which the rank also reads;
+    at the end of the run ``storage/kept`` sorts the scratch. A write that the diversion misses hits
+    the wall, and a read that it cannot see does not find diverted files; if that raises an error,
+    the cell explains it. (An overlay mount would give C code the rank's own files, too, but is not
+    used: if rank 0 replaces a file by a rename, the mount silently shows the old file until it is
+    mounted again, and any process may read the file in between.)
+  * ``deny``: it raises ``StorageDenied``.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from taas.storage.missed import explain_missing
 from taas.storage.table import Table
 
 _edge: boundary.Boundary | None = None
-"""What this process, a rank other than 0, must not write."""
+"""The files that this process, a rank other than 0, must not write."""
 MECHANISMS = tuple(walls.WALLS)
 
 
 @dataclass
 class Guard:
-    """A rank's wall, standing.
+    """A rank's wall, in place.
 
     Attributes:
         mechanism: which wall, or "none (rank 0)".
-        scratch: the rank's folder for the run that goes on.
-        denial: what this rank is told that meets the wall; None in rank 0.
-        table: what it sees of the project; None in rank 0.
-        others: what rank 0 finds of other ranks' files; None in those.
+        scratch: the rank's folder for the present run.
+        denial: the error for a write that meets the wall; None in rank 0.
+        table: the rank's view of the project; None in rank 0.
+        others: in rank 0, finds other ranks' files; None in the other ranks.
     """
 
     mechanism: str
@@ -64,7 +65,7 @@ class Guard:
     others: saves.OtherRanksFiles | None = None
 
     def begin_run(self, scratch: Path, since_ns: int) -> None:
-        """Another run begins in this rank, with scratch and time as :func:`guard` has them."""
+        """Begin another run in this rank; the arguments are as in :func:`guard`."""
         self.scratch = scratch
         if self.others is not None:
             self.others.begin_run(scratch.parent, since_ns)
@@ -80,7 +81,7 @@ class Guard:
 
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:
-    """A rank's scratch folder within its run's; ``storage/kept`` knows the ranks by these names."""
+    """Return a rank's scratch folder in its run's; ``storage/kept`` knows ranks by these names."""
     return run_scratch / f"rank{rank}"
 
 
@@ -100,32 +101,34 @@ def guard(
     writable: tuple[str, ...] = (),
     mechanisms: Sequence[str] = MECHANISMS,
 ) -> Guard:
-    """Put this rank behind the wall; the first thing a freshly forked rank does.
+    """Put this rank behind the wall; this is the first thing that a freshly forked rank does.
 
-    The process has one thread and has not yet opened the project; what it needs of other processes
-    by ``/proc/<pid>/fd`` it has opened. Rank 0 writes as ever; it completes checkpoints which all
-    ranks write, and finds what others wrote into its saves.
+    The process has one thread, has not yet opened the project, and has opened whatever it needs of
+    other processes through ``/proc/<pid>/fd``. Rank 0 writes without a wall; it completes
+    checkpoints that all ranks write, and finds what others wrote into its saves.
 
     Args:
         project: the notebook's directory.
         rank: global rank.
-        scratch: its folder for diverted files, which is there (``scratch_of``); it may lie beneath
+        scratch: the rank's existing folder for diverted files (``scratch_of``); it may be beneath
             the project.
-        mode: what becomes of writes to the project.
-        shared: directories where every rank may write, relative to the project or absolute; made if
-            absent.
-        since_ns: when the run began, by the clock of the project's file system: what changed there
-            since is rank 0's doing.
+        mode: what happens to writes to the project.
+        shared: directories in which every rank may write, relative to the project or absolute;
+            made if absent.
+        since_ns: when the run began, by the clock of the project's file system: rank 0 made all
+            later changes there.
         writable: absolute paths that taas itself needs to write in this rank: output files,
             sockets.
-        mechanisms: which walls to try, in order; where none of them stands, this raises
-            StorageDenied.
+        mechanisms: the walls to try, in order.
+
+    Raises:
+        StorageDenied: none of the walls can be raised.
     """
     if rank == 0:
         others = saves.OtherRanksFiles(project, scratch.parent, since_ns)
         standing = Guard("none (rank 0)", scratch, others=others)
         kept.complete_checkpoints(project, lambda: standing.scratch.parent)
-        if mode == "discard":  # else no rank has any
+        if mode == "discard":  # otherwise no rank diverts files
             saves.install(others)
         return standing
     global _edge
@@ -139,7 +142,7 @@ def guard(
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue
         with contextlib.suppress(OSError):  # the working directory may have been removed
-            os.chdir(Path.cwd())  # by its path, which leads behind the wall
+            os.chdir(Path.cwd())  # again by its path, which leads behind the wall
         _edge = edge
         if mechanism == "landlock":
             _move_temporary_files(edge, scratch)
@@ -151,7 +154,10 @@ def guard(
 
 
 def _move_temporary_files(edge: boundary.Boundary, scratch: Path) -> None:
-    """Landlock denies new entries in the project's parents; the temporary directory may be one."""
+    """Move the temporary directory to the scratch if it is a parent of the project.
+
+    Landlock denies new entries in the project's parents.
+    """
     default = "/tmp"  # noqa: S108  it is every program's default
     named = tempfile.tempdir or os.environ.get("TMPDIR", default)
     if boundary.resolve_beneath(edge.project, os.path.realpath(named)) is not None:

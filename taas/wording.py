@@ -1,4 +1,4 @@
-"""Pieces of messages: foreign text made fit to print, nearest words, causes of errors."""
+"""Parts of messages: makes foreign text printable, finds the nearest words, names causes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 LONGEST = 1 << 18
-"""Characters of one text. A message on the wire has a limit, and nobody reads more."""
+"""The most characters of one text: a message on the wire has a limit, and people read no more."""
 _MOST_LINES = 2000
 _COMMANDS = re.compile(r"(\x1b\[[0-9;:]*m)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-"""What a terminal takes for a command: a colour, or anything else (ECMA-48: C0 without tab and line
-ends, DEL, C1).
+"""The characters that a terminal takes for a command: a colour, or any other (ECMA-48: C0 without
+tab and line ends, DEL, C1).
 """
 
 
@@ -31,7 +31,7 @@ def shown_path(path: str | bytes | os.PathLike[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """Return the text for a terminal: colours stay, other control characters are spelt out."""
+    """Return the text for a terminal: colours stay, other control characters are escaped."""
     return _COMMANDS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
 
 
@@ -43,7 +43,7 @@ def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | Non
 
 
 def refusal(fact: str, answer: str, allowed: str = "") -> str:
-    """Return a refusal in one line: what is wrong, what to type, and what is allowed at all."""
+    """Return a refusal in one line: what is wrong, what to type, and what is allowed."""
     return f"{fact}: {answer}{f'; allowed is {allowed}' if allowed else ''}"
 
 
@@ -51,7 +51,7 @@ _COLUMNS, _LEFT = 80, 24
 
 
 def in_columns(rows: Iterable[tuple[str, str]]) -> str:
-    """Lay out what can be typed, and what it does, in two columns of an 80-column terminal."""
+    """Lay out what one can type, and what it does, in two columns of an 80-column terminal."""
     lines = list[str]()
     for left, right in rows:
         typed = textwrap.wrap(left, _COLUMNS, subsequent_indent=" " * 6, break_on_hyphens=False)
@@ -65,29 +65,29 @@ def in_columns(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Return a number of things: ``1 GPU``, ``8 GPUs``."""
+    """Return a number with its noun: ``1 GPU``, ``8 GPUs``."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def named(word: str, name: str) -> str:
-    """Return a name after a word, such as `` on g2.8-0``; empty where there is no name.
+    """Return a name after a word, such as `` on g2.8-0``; empty without a name.
 
-    This machine, alone, has none.
+    This machine, if it is the only one, has no name.
     """
     return f" {word} {name}" if name else ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, else the error's type.
+    """Return the first line of an error's text, or else the error's type.
 
-    CUDA's and Ray's go on for ten more.
+    Texts of CUDA's and Ray's errors have ten more lines.
     """
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text; one whose own ``__str__`` fails has its failure."""
+    """Return an exception's text; if its ``__str__`` raises, the text of that error."""
     try:
         return fitting(str(error))
     except Exception as failure:
@@ -95,9 +95,9 @@ def text_of(error: BaseException) -> str:
 
 
 def fitting(text: str, longest: int = LONGEST) -> str:
-    """Return a text as UTF-8 can have it, its middle left out where it is too long.
+    """Return a text that UTF-8 can encode, with its middle left out if it is too long.
 
-    File names that are not UTF-8 come with lone surrogates.
+    File names that are not UTF-8 have lone surrogates.
     """
     if len(text) > longest:
         half = longest // 2
@@ -106,7 +106,7 @@ def fitting(text: str, longest: int = LONGEST) -> str:
 
 
 def fitting_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a traceback, cut where one, or all together, are too long."""
+    """Return the lines of a traceback; cut a line, or the whole, if it is too long."""
     if len(lines) > _MOST_LINES:
         half = _MOST_LINES // 2
         lines = [*lines[:half], f"… {len(lines) - 2 * half:,} lines …", *lines[-half:]]
