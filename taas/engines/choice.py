@@ -1,4 +1,4 @@
-"""Which engine the next runs of this kernel use.
+"""Chooses the engine for the next runs of this kernel.
 
 ``%taas engine`` comes before TAAS_ENGINE, and that before ``taas.toml``.
 """
@@ -25,10 +25,10 @@ _said: list[EngineChoice] = []
 def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoice:
     """Read an engine's name and the words after it; ``configured`` has the rest.
 
-    ``where`` says in messages where the words stand.
+    ``where`` says, for messages, where the words come from.
 
     Raises:
-        HeaderError: it is none of them.
+        HeaderError: the words are not an engine.
     """
     kind, *rest = words
     if rest if kind == "local" else kind not in _ELSEWHERE:
@@ -72,14 +72,14 @@ def current_engine(project: Path) -> EngineChoice:
 
 
 def check_installed(choice: EngineChoice) -> None:
-    """Raise an EngineError if this machine lacks what an engine needs.
+    """Raise an EngineError if this machine lacks something that an engine needs.
 
-    It has the command that installs that.
+    The error's text has the command that installs it.
     """
     if choice.kind in _ELSEWHERE:
         _ELSEWHERE[choice.kind].check_installed()
 
 
 def start_engine(choice: EngineChoice, listen: Callable[[str], str], scratch: Path) -> Engine:
-    """Start an engine that has its machines elsewhere, as :class:`DrivenEngine` says."""
+    """Start an engine with machines elsewhere; the arguments are those of :class:`DrivenEngine`."""
     return _ELSEWHERE[choice.kind](choice.address, listen, scratch)

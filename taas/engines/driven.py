@@ -1,10 +1,10 @@
 """An engine with a driver: a child of the supervisor that talks to the cluster.
 
-Here are the messages between the two, and the supervisor's side.
+This module has the messages between the two, and the supervisor's side.
 
-A cluster may be slow, block a process that talks to it, or end it. None of this may happen to the
-supervisor. A driver ends when its standard input does, and gives back all that it has. The engines
-differ in their drivers, and in words.
+A cluster may be slow, and may block or end a process that talks to it. None of this may happen to
+the supervisor. A driver ends when its standard input does, and gives back everything that it has.
+The engines differ in their drivers, and in their words.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ class ReleaseVm(Message, frozen=True):
 
 
 class ClusterReport(Message, frozen=True):
-    """The driver is part of the cluster, or it cannot be, and ends.
+    """The driver has joined the cluster; or it cannot, and ends.
 
-    ``host`` is this machine's address in the cluster; ``why_not`` says why it is no part of it.
-
+    ``host`` is this machine's address in the cluster; ``why_not`` says why it could not join.
     ``advised``: ``why_not`` also says what to do.
     """
 
@@ -61,11 +60,12 @@ States = Literal["waiting", "ending", "gone"]
 
 
 class VmReport(Message, frozen=True):
-    """How a VM stands.
+    """The state of a VM.
 
     Attributes:
-        state: ``waiting``; ``ending``: it will be taken away; ``gone``: it has ended, or cannot be
-            had.
+        state: ``waiting``; ``ending``: it will be taken away; ``gone``: it has ended, or the
+        cluster
+            cannot give it.
         text: what it waits for, why it will end, or how it ended, in words that continue "the agent
             of g2.8-0 was …".
         error: the class of :mod:`taas.errors` for one that is gone.
@@ -85,9 +85,9 @@ Reports = ClusterReport | VmReport
 
 
 class Reporter:
-    """Sends reports to the supervisor by standard output.
+    """Sends reports to the supervisor through standard output.
 
-    From now on only it writes there; what libraries print goes to the log.
+    Once it exists, only it writes there; prints of libraries go to the log.
     """
 
     def __init__(self) -> None:
@@ -123,15 +123,15 @@ class DrivenMachine:
         self._gone, self._signal = os.pipe2(os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the reading end of a pipe that is written to when the VM is gone."""
+        """Return the reading end of a pipe, which becomes readable when the VM is gone."""
         return self._gone
 
     def want(self) -> None:
-        """Let the cluster be asked for it, if it was not."""
+        """Ask the cluster for it, if that has not been done yet."""
         self._engine.want(self.number)
 
     def take(self, report: VmReport) -> None:
-        """Take in how it stands."""
+        """Record the state that a report tells."""
         if report.state == "waiting":
             self.waiting = report.text
         elif report.state == "ending":
@@ -157,8 +157,8 @@ class DrivenEngine:
     """VMs of a cluster.
 
     Args:
-        address: where the cluster is, or what is asked of it: the first argument of the module
-            ``driver``.
+        address: where the cluster is, or the options of the request: the first argument of the
+            module ``driver``.
         listen: lets the supervisor listen on an address of this machine; returns the endpoint.
         scratch: folder for the driver's standard error.
     """
@@ -172,7 +172,7 @@ class DrivenEngine:
         self._machines: dict[int, DrivenMachine] = {}
         self._count = 0
         self._endpoint = self.here = self._why = ""
-        self._asks: list[Acquire] = []  # requests that the cluster does not know yet
+        self._asks: list[Acquire] = []  # requests that the cluster has not received yet
         self._wanted: set[int] = set()
         self._driver: Child | None = None
         self._leaving: list[Child] = []
@@ -180,7 +180,7 @@ class DrivenEngine:
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read the words that were typed, with ``taas.toml`` for the rest.
+        """Read the typed words; ``taas.toml`` has the rest.
 
         ``where`` says where they were typed. A HeaderError says what is wrong.
         """
@@ -204,7 +204,7 @@ class DrivenEngine:
     def start(
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
     ) -> Sequence[DrivenMachine]:
-        """Ask the cluster for VMs.
+        """Request VMs from the cluster.
 
         A driver that has ended is replaced; a cluster that was reached before is waited for.
         """
@@ -227,7 +227,7 @@ class DrivenEngine:
         self._ask()
 
     def _ask(self) -> None:
-        """Send the requests that are wanted by now, if the cluster is reached."""
+        """Send the requests that are due, if the cluster is reached."""
         for ask in [*self._asks]:
             if self._endpoint and (not ask.demand.later or self._wanted.intersection(ask.machines)):
                 self._asks.remove(ask)
@@ -263,7 +263,7 @@ class DrivenEngine:
         for report in reports or ():
             if isinstance(report, ClusterReport):
                 self._take(report)
-            elif report.machine in self._machines:  # else it was given back meanwhile
+            elif report.machine in self._machines:  # otherwise it was given back meanwhile
                 gone = report.state == "gone"
                 machine = (
                     self._machines.pop(report.machine) if gone else self._machines[report.machine]
@@ -282,9 +282,9 @@ class DrivenEngine:
             self._why = f"{self.cluster} cannot be reached: {report.why_not}. {self.advice}"
 
     def _lose_driver(self) -> None:
-        """Take in that the driver has ended.
+        """Handle the end of the driver.
 
-        It could not connect, or its node, or the cluster's head, is gone.
+        It could not connect, or its node or the cluster's head is gone.
         """
         self._end_driver()
         said, error = self._last_words(), "RunLost" if self._endpoint else "EngineError"
@@ -307,14 +307,14 @@ class DrivenEngine:
     def close(self) -> None:
         """Give everything back, and end the driver."""
         if self._driver is not None:
-            if not self._endpoint:  # it still tries to connect, and holds nothing
+            if not self._endpoint:  # the driver is still connecting, and holds nothing
                 self._driver.process.kill()
             self._end_driver().join()
 
     def _end_driver(self) -> threading.Thread:
         """Let the driver end, and forget it; return the thread that waits for its end.
 
-        It may have ended already.
+        The driver may have ended already.
         """
         driver, self._driver = self._driver, None
         assert driver is not None

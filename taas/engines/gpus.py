@@ -1,4 +1,4 @@
-"""Which GPUs this machine has, and whether a run can have what it asks for.
+"""Finds this machine's GPUs, and checks whether a run can have those that it asks for.
 
 This does not use CUDA, which would cost a context, or break CUDA in forks.
 """
@@ -29,7 +29,7 @@ _WSL = (
 )
 _FILES = (("dev/dxg", _WSL), ("dev/nvidia*", _NVIDIA), ("dev/kfd", _AMD))
 _SMI_SECONDS = 20.0
-_DISPLAY = "0x03"  # how the class of a PCI device that draws or computes begins
+_DISPLAY = "0x03"  # prefix of the class of PCI devices that draw or compute
 _VENDORS = {
     "0x10de": ("an NVIDIA GPU on the PCI bus", _NVIDIA),
     "0x1002": ("an AMD GPU on the PCI bus", _AMD),
@@ -63,7 +63,7 @@ def _shown_by_driver(root: Path) -> list[_Found]:
     """Return the GPUs that this process may use, in the order of their PCI addresses."""
     usable, found = _nodes(root), []
     for path in (root / "proc/driver/nvidia/gpus").glob("*/information"):
-        with contextlib.suppress(OSError):  # a container may show names and no more
+        with contextlib.suppress(OSError):  # a container may show names and nothing else
             fields = dict(re.findall(r"^(.+?):\s+(.+?)\s*$", path.read_text(), re.MULTILINE))
             node = int(fields.get("Device Minor", "-1"))
             if node in usable:
@@ -82,9 +82,9 @@ def present_gpus(root: Path = Path("/")) -> int:
 def visible_gpus(root: Path = Path("/")) -> tuple[str, ...]:
     """Return this machine's NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them.
 
-    ``CUDA_VISIBLE_DEVICES``, where it is set, chooses among those that are present
-    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that is no GPU ends
-    its list.
+    ``CUDA_VISIBLE_DEVICES``, if set, chooses among the present ones
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that names no GPU
+    ends the list.
     """
     present = present_gpus(root)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -114,7 +114,7 @@ def physical(
     ) and len(shown) == present_gpus(root)
     uuids = {gpu.uuid: gpu.bus for gpu in shown}
     by_uuid = [name for name in names if name.startswith("GPU-")]
-    # that GPU was not used since the machine was booted
+    # the driver shows "?" for a GPU that was not used since boot
     if by_uuid and any("?" in uuid for uuid in uuids):
         uuids = _asked_for_uuids() or uuids
     found = []
@@ -132,7 +132,7 @@ def physical(
 def _asked_for_uuids() -> dict[str, str]:
     """Ask ``nvidia-smi`` for the UUID and PCI address of each GPU, which also wakes them.
 
-    Returns nothing if it does not answer.
+    Return nothing if it does not answer.
     """
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
     try:
@@ -144,7 +144,8 @@ def _asked_for_uuids() -> dict[str, str]:
     found = {}
     for line in done.stdout.splitlines():
         uuid, _, bus = line.partition(", ")
-        if uuid.startswith("GPU-"):  # else a warning, such as that a GPU's infoROM is corrupted
+        # other lines are warnings, for instance that a GPU's infoROM is corrupted
+        if uuid.startswith("GPU-"):
             found[uuid] = bus.strip().lower()[-len("0000:00:00.0") :]
     return found
 
@@ -188,7 +189,7 @@ def check_devices(spec: RunSpec, visible: Sequence[str]) -> None:
 def lacks_uvm(root: Path = Path("/")) -> bool:
     """Return whether CUDA's own device file is missing beside those of GPUs.
 
-    That is so on a machine that has just been booted.
+    This is so on a machine that has just been booted.
     """
     return bool(present_gpus(root)) and not (root / "dev/nvidia-uvm").exists()
 
@@ -200,16 +201,16 @@ def device_in_words(spec: RunSpec, present: int) -> str:
     if present and not spec.rehearse:
         return counted(spec.vms * spec.gpus_per_vm, "GPU")
     why = "as --rehearse asks" if present else "no GPU here"
-    # GPUs that are present were hidden by the user
+    # if GPUs are present, the user has hidden them
     if not present_gpus() and (unseen := unseen_gpu()):
         why = f"{unseen[0]} is here, but no GPU to use: see %taas doctor"
     return f"rehearsed on CPU ({why})"
 
 
 def unseen_gpu(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Return a sign of a GPU that no run can use, and advice, or None.
+    """Return a sign of a GPU that no run can use, with advice; None without any.
 
-    For machines without /dev/nvidia0.
+    Call it on machines without /dev/nvidia0.
     """
     for pattern, advice in _FILES:
         if found := sorted(root.glob(pattern)):

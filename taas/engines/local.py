@@ -43,7 +43,7 @@ class LocalMachine:
             start_new_session=True,
         )
         self.pid = self._agent.process.pid
-        give_limit(self.pid)  # before it has its configuration, after which it raises its own
+        give_limit(self.pid)  # before it gets its configuration, upon which it raises its own limit
         self._pidfd = os.pidfd_open(self.pid)
         self._end_by = float("inf")
         self._agent.send(config)
@@ -58,7 +58,7 @@ class LocalMachine:
         return self._pidfd
 
     def want(self) -> None:
-        """Do nothing, because it was started at once."""
+        """Do nothing, because the agent was started at once."""
 
     def how_it_ended(self) -> str:
         """Return the agent's signal, or its status and the last line of its log."""
@@ -71,17 +71,17 @@ class LocalMachine:
         return f"ended with status {code}" + (f" ({error})" if error else "")
 
     def end(self) -> None:
-        """Close the agent's standard input; from now on it has some seconds to end."""
+        """Close the agent's standard input; it then has some seconds to end."""
         self._end_by = min(self._end_by, time.monotonic() + _END_SECONDS)
         self._agent.hang_up()
 
     def reap(self) -> None:
-        """Wait for an agent that is to end, and kill it if it is late. Twice is harmless."""
+        """Wait for an agent that has to end, and kill it if it is late. Twice is harmless."""
         if self._pidfd < 0:
             return
         if not wait([self._pidfd], max(0.0, self._end_by - time.monotonic())):
             self._agent.process.kill()
-        # it is in a system call that does not end
+        # it is stuck in a system call
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.process.wait(_END_SECONDS)
         os.close(self._pidfd)
@@ -120,14 +120,14 @@ class LocalEngine:
     def close(self) -> None:
         """End all agents."""
         for machine in self._machines:
-            machine.end()  # all at once, then wait for each
+            machine.end()  # end all at once, then wait for each
         for machine in self._machines:
             machine.reap()
         self._machines.clear()
 
 
 def check_memory(ranks: int) -> None:
-    """Raise an EngineError if this machine has no memory for so many empty ranks."""
+    """Raise an EngineError if this machine has no memory for that many empty ranks."""
     needed, free = ranks * _RANK_BYTES, memory_left().free
     if needed > free:
         raise EngineError(

@@ -1,7 +1,7 @@
 """The engine whose VMs are nodes of a Ray cluster; its driver (ray_driver) uses Ray itself.
 
-Kernel and supervisor use this module, which does not need Ray. It also computes what is asked of
-the cluster, and says in words what the cluster lacks.
+Kernel and supervisor use this module, which does not need Ray. It also computes the resources to
+request from the cluster, and says in words what the cluster lacks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RayEngine(DrivenEngine):
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read where the cluster is; ``auto``, or nothing: this machine is a node of it."""
+        """Read where the cluster is; ``auto``, or no word: this machine is a node of it."""
         del configured
         address = " ".join(words)
         if address.startswith("ray://"):
@@ -73,11 +73,11 @@ class RayEngine(DrivenEngine):
 
 
 def bundle(demand: Demand, nodes: list[dict[str, float]]) -> dict[str, float]:
-    """Return the resources that a VM asks of a node: those of its type, and GPUs.
+    """Return the resources that a VM requests of a node: those of its type, and GPUs.
 
-    The type is asked for if living nodes have it as a resource. No GPUs are asked for if the run is
-    rehearsed: its header says so, or none of the nodes that it could get has one. If there is no
-    such node at all, one has to come, and it will be as the catalog says.
+    The type is requested if living nodes have it as a resource. GPUs are not requested if the run
+    is rehearsed: its header says so, or none of the suitable nodes has one. If there is no suitable
+    node at all, one has to come, and it will be as the catalog says.
     """
     fitting = [node for node in nodes if demand.instance is None or demand.instance in node]
     bare = bool(fitting) and not any(node.get("GPU") for node in fitting)
@@ -96,7 +96,7 @@ def _in_words(resources: Mapping[str, float]) -> str:
 
 
 def count_fitting(wanted: Mapping[str, float], nodes: list[dict[str, float]]) -> int:
-    """Return how many nodes have what is asked of each, free or not."""
+    """Return how many nodes have the requested resources, free or not."""
     return sum(
         all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes
     )
@@ -109,10 +109,10 @@ def what_is_missing(
     free: Mapping[str, float],
     does: str = "",
 ) -> str:
-    """Say what is asked of the nodes, what the living ones have, and what has to happen.
+    """Say what is requested of the nodes, what the living ones have, and what has to happen.
 
-    ``free`` is that of the whole cluster; ``does`` is what an autoscaler does about it, if there is
-    one.
+    ``free`` is what the whole cluster has free; ``does`` is what an autoscaler does about it, if
+    there is one.
     """
     asked = f"{counted(count, 'node')} with {_in_words(wanted)}"
     counted_names = {name for node in nodes for name in node if not name.startswith(_UNCOUNTED)}

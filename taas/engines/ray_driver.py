@@ -2,8 +2,8 @@
 
 Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither
 may happen to the supervisor, so the driver is a child of it. The child ends when its standard input
-does, or with the cluster's head; Ray then takes back all it held, since nothing here is detached.
-Apart from the actor on the nodes (ray_vm) it is the only module that imports ray.
+does, or with the cluster's head. Ray then takes back everything that it held, because nothing here
+is detached. Apart from the actor on the nodes (ray_vm), only this module imports ray.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from taas.wording import first_line
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
 _UNNOTICED_SECONDS = 60.0
-"""Ray may take so long to notice that a node is lost; until then it places actors there."""
+"""Seconds until Ray notices that a node is lost; until then it places actors there."""
 _ATTEMPT_SECONDS, _PAUSE_SECONDS = 3.0, 0.5
 _ASK_EVERY_SECONDS, _ANSWER_SECONDS = 1.5, 3.0
 _SILENCE_SECONDS = 9.0
-"""A head that is silent for so long is given up."""
+"""A head that is silent for that long is given up."""
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's own variable: if it is set, the head may be away for so long, and keeps its state."""
+"""If this variable of Ray's is set, the head may be away for so long (s), and keeps its state."""
 _NEVER = (
     "no available node types of Ray's autoscaler, within its limits, can fulfill the placement"
     " group"
 )
 _OF_TOKEN = re.compile(r"auth\w* ?token|authorization header", re.IGNORECASE)
-"""What Ray's errors say if a cluster has a token, and this process has none or another one."""
+"""Matches Ray's errors if a cluster has a token, and this process has none or another one."""
 _SET_IT = (
     "Start Jupyter with RAY_AUTH_MODE=token, and with the cluster's token in RAY_AUTH_TOKEN, or in"
     " the file that RAY_AUTH_TOKEN_PATH names"
@@ -60,7 +60,7 @@ def inner(module: str, *names: str) -> Any:
     """Return an object from inside one of Ray's modules, about which Ray promises nothing.
 
     Raises:
-        EngineError: this version of Ray does not have it any more.
+        EngineError: this version of Ray no longer has it.
     """
     try:
         found: Any = importlib.import_module(module)
@@ -80,9 +80,7 @@ def _nodes() -> list[dict[str, float]]:
 
 
 def _autoscaler_plans(group: str) -> tuple[bool, str]:
-    """Ask whether Ray's autoscaler can never make nodes for a placement group.
-
-    Also returns what it does, in words.
+    """Return whether Ray's autoscaler can never make nodes for a placement group, and what it does.
 
     This works for autoscaler v2, which KubeRay uses and ``RAY_enable_autoscaler_v2=1`` chooses; v1
     says nothing. The report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public
@@ -90,7 +88,7 @@ def _autoscaler_plans(group: str) -> tuple[bool, str]:
     """
     reply = inner("ray.core.generated.autoscaler_pb2", "GetClusterStatusReply")()
     client = inner("ray._raylet", "GcsClient")(address=ray.get_runtime_context().gcs_address)
-    with contextlib.suppress(RayError):  # another thread watches whether the head is there
+    with contextlib.suppress(RayError):  # another thread watches for the loss of the head
         reply.ParseFromString(client.get_cluster_status(timeout_s=_ANSWER_SECONDS))
     state = reply.autoscaling_state
     coming = Counter(one.ray_node_type_name for one in state.pending_instances)
@@ -119,7 +117,7 @@ class _Vm:
         self.gone = threading.Event()
 
     def release(self) -> None:
-        """Let its agent end, and take the node from it if it does not."""
+        """Let its agent end; if it does not, take the node from it."""
         self.released = True
         if self.actor is not None and self.serves:
             with contextlib.suppress(RayError):
@@ -155,11 +153,11 @@ class Group:
         self._lock = threading.Lock()
 
     def take(self, ask: Acquire) -> list[_Vm]:
-        """Return the VMs that :meth:`run` is to get.
+        """Return the VMs that :meth:`run` has to get.
 
         They are those of a new group, or replacements for lost ones.
 
-        Lost ones must be this group's, and other VMs of it must still exist; else nothing is
+        Lost ones must be this group's, and other VMs of it must still exist; otherwise nothing is
         returned. Ray itself moves a bundle whose node is lost to another node, and no other group
         could have that node.
         """
@@ -182,7 +180,7 @@ class Group:
         return not self._left
 
     def run(self, vms: list[_Vm], leaving: list[_Vm]) -> None:
-        """Get VMs, once those that are leaving are gone, and serve until all of them are.
+        """Get VMs, once those that are leaving are gone; serve until all of them are gone.
 
         A thread runs this.
         """
@@ -220,14 +218,14 @@ class Group:
             if all(vm.released for vm in vms):
                 raise EngineError("given back")
             nodes = _nodes()
-            # nodes have come, with GPUs or without
+            # nodes have joined, so it is known now whether they have GPUs
             if new and bundle(self._demand, nodes) != self._wanted:
                 remove_placement_group(self._placement)
                 self._place(nodes, len(vms))
             size = len(set(self._bundles.values()))
             never, does = _autoscaler_plans(self._placement.id.hex())
             missing = what_is_missing(self._wanted, size, nodes, ray.available_resources(), does)
-            if never and not count_fitting(self._wanted, nodes):  # else one may be free some time
+            if never and not count_fitting(self._wanted, nodes):  # otherwise one may become free
                 raise EngineError(f"{_NEVER}: {missing}")
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -258,10 +256,10 @@ class Group:
         )
 
     def _come(self, vm: _Vm) -> None:
-        """Start a VM's actor; again if its node is lost and Ray has only now noticed.
+        """Start a VM's actor; start it again if Ray notices only now that its node is lost.
 
         Raises:
-            EngineError: the cluster does not give it.
+            EngineError: the cluster does not give the VM.
             RayActorError: it was lost.
         """
         until = time.monotonic() + _UNNOTICED_SECONDS
@@ -316,7 +314,7 @@ class Group:
 
 
 class Driver:
-    """Serves one supervisor, which wants nothing any more once it is ``over``."""
+    """Serves one supervisor; ``over``: the supervisor no longer wants anything."""
 
     def __init__(self, report: Reporter) -> None:
         self.report = report
@@ -326,7 +324,7 @@ class Driver:
         self.over = threading.Event()
 
     def serve(self) -> None:
-        """Do what standard input says until its end; then give all VMs back."""
+        """Follow the orders on standard input until its end; then give all VMs back."""
         read = msgspec.json.Decoder(Asks)
         for line in sys.stdin.buffer:
             ask = read.decode(line)
@@ -358,9 +356,9 @@ class Driver:
 
 
 def _connect(address: str, patience: float) -> str:
-    """Connect to the cluster within so many seconds; return this node's address in it."""
+    """Connect to the cluster within ``patience`` seconds; return this node's address in it."""
     deadline = time.monotonic() + patience
-    host, _, port = address.rpartition(":")  # of ``auto`` none
+    host, _, port = address.rpartition(":")  # empty for ``auto``
     while True:
         try:
             if host:  # try it first, because Ray's own attempt takes a minute, or ends the process
@@ -377,8 +375,8 @@ def _connect(address: str, patience: float) -> str:
 def _why_not(error: Exception) -> ClusterReport:
     """Return the report of an error that kept this process from connecting.
 
-    Ray's own error may say no more than where the cluster is; the first of the errors that led to
-    it says why.
+    Ray's own error may say no more than where the cluster is. The first error that led to it says
+    why.
     """
     first, *later = reversed([one for one, _ in chain_of(error)])
     for one in (first, *later):
@@ -392,7 +390,7 @@ def _why_not(error: Exception) -> ClusterReport:
 def _watch_head(driver: Driver, head: Any) -> None:
     """End this process when the head is lost.
 
-    A thread runs this, since Ray itself waits for a minute.
+    A thread runs this, because Ray itself waits for a minute.
     """
     context = ray.get_runtime_context()
     this_node = ray.NodeID.from_hex(context.get_node_id())
@@ -425,7 +423,7 @@ def main() -> None:
         for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
         here = _connect(sys.argv[1], float(sys.argv[2]))
-        # a connected driver has it
+        # every connected driver has it
         head = inner("ray._private.worker", "global_worker", "gcs_client")
         report(ClusterReport(here))
     except EngineError as error:

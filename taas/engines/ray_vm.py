@@ -22,14 +22,14 @@ _START = (
     "import os, sys; os.fork() and os._exit(0); os.setsid()\n"
     "os.execv(sys.executable, [sys.executable, '-m', 'taas.agent'])"
 )
-"""Starts an agent as nobody's child: Ray kills an actor's children, all at once."""
+"""Starts an agent as nobody's child, because Ray kills all of an actor's children at once."""
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 
 
 def given_gpus() -> list[str]:
     """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them.
 
-    The variable itself does not tell: in an actor without GPUs it is the node's, and Ray may be
+    The variable itself does not say it: in an actor without GPUs it is the node's, and Ray may be
     told not to set it (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
     """
     import ray
@@ -50,9 +50,8 @@ class VmActor:
     def serve(self, line: bytes, here: dict[str, str]) -> tuple[str, str]:
         """Run an agent to its end; return how it ended, and the error's class.
 
-        It is not run if its versions differ from those ``here``.
-
-        Facts about the node are added to its configuration.
+        It is not run if its versions differ from those in ``here``. Facts about the node are added
+        to its configuration.
         """
         from ray.util import get_node_ip_address
 
@@ -79,7 +78,7 @@ class VmActor:
                 start_new_session=True,
             )
             os.close(signs_of_life)
-            with contextlib.suppress(OSError):  # it was given back meanwhile
+            with contextlib.suppress(OSError):  # the VM was given back meanwhile
                 os.write(self._lifeline[1], json.dumps(config).encode() + b"\n")
             starter.wait()
             os.read(alive, 1)

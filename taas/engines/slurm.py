@@ -1,9 +1,9 @@
-"""The engine whose VMs are nodes of Slurm jobs; its driver (slurm_driver) asks Slurm.
+"""The engine whose VMs are nodes of Slurm jobs; its driver (slurm_driver) talks to Slurm.
 
 The VMs of a run are one job, and each data VM is a job of its own. ``sbatch --no-kill`` submits the
-job, and in it ``srun --no-kill`` starts one task a node (slurm_vm); without ``--no-kill`` the death
-of one node would end the job. All this uses Slurm's commands and a job's script: nothing of Slurm
-is imported or configured.
+job, and in it ``srun --no-kill`` starts one task on each node (slurm_vm); without ``--no-kill`` the
+death of one node would end the job. All this uses Slurm's commands and a job's script: no part of
+Slurm is imported or configured.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class SlurmEngine(DrivenEngine):
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read what is asked of Slurm, as typed or from ``taas.toml``.
+        """Read the options of the request to Slurm, as typed or from ``taas.toml``.
 
-        Returns a line for :func:`settings_of`.
+        Return a line for :func:`settings_of`.
         """
         try:
             line = read_line(words, _TABLE)
@@ -83,7 +83,7 @@ class SlurmEngine(DrivenEngine):
 
 
 class Settings(NamedTuple):
-    """What is asked of Slurm: by option, and by instance type."""
+    """The options of the request to Slurm: by option, and by instance type."""
 
     said: Mapping[str, str]
     types: Mapping[str, list[str]]
@@ -117,32 +117,31 @@ class Settings(NamedTuple):
 
 
 def settings_of(address: str) -> Settings:
-    """Read what ``SlurmEngine.read_address`` has written."""
+    """Read the line that ``SlurmEngine.read_address`` has written."""
     pairs = [word[2:].partition("=")[::2] for word in shlex.split(address)]
     types = {name: shlex.split(value) for name, value in pairs if name not in _TABLE}
     return Settings({name: value for name, value in pairs if name in _TABLE}, types)
 
 
 class JobAgents(msgspec.Struct):
-    """What the nodes of a job get: the notebook's versions, and each agent's configuration."""
+    """The data for the nodes of a job: the notebook's versions, and each agent's configuration."""
 
     versions: dict[str, str]
     agents: tuple[AgentConfig, ...]
 
 
 _OUR_COMMENT = "taas: "
-"""A comment that a job's nodes wrote begins so; sites and users may give jobs their own comments.
-"""
+"""Prefix of a comment that a job's nodes wrote; sites and users may comment on jobs themselves."""
 _BUT_ENDS = "grep -Eiv 'task.*: (exited|terminated|killed)|cancelled at|step aborted'"
-"""Removes srun's lines about tasks that end because one of them did."""
+"""Removes srun's lines about tasks that end because another one did."""
 _LAST_LINES = "tail -n 3 | tr '\\n' ' '"
 
 
 def script(python: str, job: JobAgents) -> str:
     """Return a job's script, from which ``slurm_vm`` reads the job's agents.
 
-    The script has keys. Its owner and Slurm's administrators can read it. What a node without an
-    agent says becomes the job's comment, so that no shared disk is needed.
+    The script has keys. Its owner and Slurm's administrators can read it. The error of a node
+    without an agent becomes the job's comment, so that no shared disk is needed.
     """
     return f"""#!/bin/sh
 said=$(srun --no-kill --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none --input=all \\
@@ -160,7 +159,8 @@ END
 def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> str:
     """Run one of Slurm's commands; return its output.
 
-    If it fails, raise an EngineError with what it said.
+    Raises:
+        EngineError: it failed; the text has its output.
     """
     try:
         done = subprocess.run(
@@ -183,7 +183,7 @@ def elapsed(seconds: float) -> str:
 
 
 class Standing(NamedTuple):
-    """How a job stands, as ``squeue`` says."""
+    """The state of a job, as ``squeue`` shows it."""
 
     state: str
     reason: str
@@ -193,7 +193,7 @@ class Standing(NamedTuple):
 
     @property
     def nodes_said(self) -> str:
-        """Return what its nodes said before it ended; empty if the comment is not theirs."""
+        """Return what its nodes wrote before it ended; empty if the comment is not theirs."""
         return (
             self.comment.removeprefix(_OUR_COMMENT) if self.comment.startswith(_OUR_COMMENT) else ""
         )
@@ -202,13 +202,13 @@ class Standing(NamedTuple):
     def error(self) -> str:
         """Return the class of :mod:`taas.errors` for its end.
 
-        EngineError: another start would end in the same way. RunLost: it may succeed.
+        EngineError: another start would end in the same way. RunLost: another start may succeed.
         """
         return "EngineError" if self.nodes_said or self.state == "FAILED" else "RunLost"
 
     @property
     def over(self) -> bool:
-        """Return whether none of its nodes is left, or will come."""
+        """Return whether it has no nodes any more, and will get none."""
         return self.state not in (*WAITS, *_GOES_ON)
 
     def why_over(self, job: str) -> str:
@@ -234,7 +234,7 @@ GONE = Standing("not in the queue any more", "", "", "", "")
 def seconds_of(text: str) -> float:
     """Return the seconds of a time in Slurm's form, such as ``1-02:03:04`` or ``0:58``.
 
-    Anything else is infinite.
+    Any other text is infinite.
     """
     days, _, clock = text.rpartition("-")
     parts = [*(days or "0").split(), *clock.split(":")]
@@ -247,7 +247,7 @@ def seconds_of(text: str) -> float:
 
 
 def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
-    """Return how jobs stand, by number; None if Slurm does not answer.
+    """Return the state of jobs, by number; None if Slurm does not answer.
 
     Jobs that Slurm has forgotten are missing.
     """
@@ -265,16 +265,16 @@ def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
 
 
 def read_queue(said: str) -> dict[str, Standing]:
-    """Read what ``squeue`` printed: how jobs stand, by their numbers."""
+    """Read the output of ``squeue``: the state of jobs, by number."""
     bars = _FORMAT.count("|")
     rows = [line.replace("(null)", "").split("|", bars) for line in said.splitlines()]
-    # a shorter row is the second line of a job's comment, which may have several
+    # a shorter row is a further line of a job's comment
     whole = [row for row in rows if len(row) == bars + 1]
     return {job: Standing._make(standing) for job, *standing in whole}
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the way to another one; raise OSError if none."""
+    """Return this machine's address on the way to another one; raise OSError if there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, 9))  # nothing is sent
         return str(way.getsockname()[0])
@@ -283,7 +283,8 @@ def address_towards(host: str) -> str:
 def own_address(settings: Settings) -> str:
     """Return the address under which nodes reach this machine.
 
-    Raises an EngineError if Slurm does not answer, or this machine knows no node.
+    Raises:
+        EngineError: Slurm does not answer, or this machine knows no node.
     """
     if host := settings.get("host"):
         try:

@@ -41,16 +41,16 @@ _SBATCH = (
     " --ntasks-per-node=1"
 )
 _LOOK_SECONDS, _QUIET_SECONDS = 2.0, 30.0
-"""Between two looks at the queue, while a change is expected, and otherwise."""
+"""Seconds between two looks at the queue: while a change is expected, and otherwise."""
 _BEGIN_SECONDS = 60.0
-"""So long after a job's begin, news of its agents is expected."""
+"""For that long after a job's begin, news of its agents is expected."""
 _PARTING_SECONDS = 9.0
 _NOTICE_SECONDS = 60.0
-"""So long before the time limit a cell is interrupted; half the limit, if that is shorter."""
+"""A cell is interrupted that long before the time limit, or half the limit if that is shorter."""
 
 
 class _Job:
-    """A Slurm job; ``left`` are the numbers of those of its VMs that are still wanted."""
+    """A Slurm job; ``left`` are the numbers of its VMs that are still wanted."""
 
     def __init__(self, number: str, ask: Acquire) -> None:
         self.id, self.left, self.demand = number, set(ask.machines), ask.demand
@@ -70,7 +70,7 @@ class SlurmDriver:
         self._over_by = self._next_look = float("inf")
 
     def serve(self) -> None:
-        """Do what standard input says until its end; then give all jobs back."""
+        """Follow the orders on standard input until its end; then give all jobs back."""
         while time.monotonic() < self._over_by and (self._jobs or self._over_by == float("inf")):
             until = self._next_look if self._jobs else float("inf")
             sources = [sys.stdin.fileno()] if self._over_by == float("inf") else []
@@ -108,9 +108,9 @@ class SlurmDriver:
         self._next_look = 0.0
 
     def _release(self, numbers: set[int]) -> None:
-        """Stop wanting VMs; cancel a job of which no VM is wanted any more.
+        """Stop wanting VMs; cancel a job if none of its VMs is wanted any more.
 
-        If the job has begun, its agents first have some time to end.
+        If the job has begun, its agents first get some time to end.
         """
         for job in self._jobs:
             if job.left & numbers:
@@ -122,7 +122,7 @@ class SlurmDriver:
 
     def _cancel(self, jobs: Iterable[_Job]) -> None:
         if ids := [job.id for job in jobs]:
-            # the jobs are over, or Slurm is down, and nodes end by themselves
+            # the jobs are over; or Slurm is down, and the nodes end by themselves
             with contextlib.suppress(EngineError):
                 slurm("scancel", *ids)
 
@@ -131,7 +131,7 @@ class SlurmDriver:
     def _look(self) -> None:
         found = look(job.id for job in self._jobs)
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        if found is None:  # Slurm does not answer: jobs may be as they were
+        if found is None:  # Slurm does not answer: the jobs may be unchanged
             return
         for job in [*self._jobs]:
             now = found.get(job.id, GONE)
@@ -174,7 +174,7 @@ class SlurmDriver:
             self._say(job.left, "waiting", job.said)
 
     def _give_notice(self, job: _Job, now: Standing) -> None:
-        """Announce the time limit while a cell has time to save what it has."""
+        """Announce the time limit while a cell still has time to save its work."""
         if now.state != "RUNNING" or job.noticed:
             return
         left, notice = seconds_of(now.left), min(_NOTICE_SECONDS, seconds_of(now.limit) / 2)
@@ -195,7 +195,7 @@ class SlurmDriver:
 
 
 def main() -> None:
-    """Reach Slurm, and serve."""
+    """Connect to Slurm, and serve."""
     report = Reporter()
     settings, until = settings_of(sys.argv[1]), time.monotonic() + float(sys.argv[2])
     while True:

@@ -24,14 +24,14 @@ from taas.versions import differing_versions, versions
 from taas.wire.curve import make_short_folder
 
 _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
-"""With such variables, libraries would take a rank for a task of srun, which it is not."""
+"""With these variables, libraries would take a rank for a task of srun, which it is not."""
 
 
 def _serve(config: AgentConfig, node: str) -> str:
-    """Run the agent to its end; return how it ended, or an empty text if taas or Slurm ended it.
+    """Run the agent to its end; return why it ended unexpectedly, else an empty text.
 
-    The job ends with an agent that has ended by itself. Otherwise it would keep the node, with
-    nothing on it, while a cell that starts again waits for another one.
+    A reason fails the job, so that Slurm frees the node. Otherwise the job would keep an idle node,
+    while a cell that starts again waits for another one.
     """
     demand, scratch = config.demand, make_short_folder()
     given = () if demand.rehearse else visible_gpus()[: demand.gpus]
@@ -41,19 +41,19 @@ def _serve(config: AgentConfig, node: str) -> str:
     agent = LocalMachine(msgspec.structs.replace(config, **there))
     wait([agent.fileno()])
     how = agent.how_it_ended()
-    remove_tree(scratch)  # of one that was killed
+    remove_tree(scratch)  # a killed agent has left it
     return "" if how in ("ended with status 0", "killed by SIGTERM") else f"{node}: its agent {how}"
 
 
 def main() -> None:
     """Compare versions, and run the agent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Slurm sends it to all processes of a job that it ends; this one reports how its agent ended
+    # Slurm sends it to all processes of a job that it ends; this one has to report the agent's end.
     signal.signal(signal.SIGTERM, lambda *_: None)
     job = msgspec.json.decode(read_line(sys.stdin.fileno()), type=JobAgents)
     task, node = int(os.environ["SLURM_PROCID"]), os.environ["SLURMD_NODENAME"]
     for variable in list(os.environ):
-        # an epilog may look for that
+        # an epilog may look for this one
         if variable.startswith(_SLURMS_OWN) and variable != "SLURM_JOB_ID":
             del os.environ[variable]
     if why := differing_versions(versions(), job.versions) or _serve(job.agents[task], node):
