@@ -1,8 +1,8 @@
-"""Programs as people have them, run in ranks that exist already.
+"""Runs programs that were written for other launchers in ranks that exist already.
 
-``install`` is called once in each rank, before any of the user's objects is unpickled, and
-``finish`` when the cell has ended. Nothing here starts a process, opens a connection or imports a
-library until the program needs it.
+Each rank calls ``install`` once, before it unpickles any of the user's objects, and ``finish`` when
+the cell has ended. Nothing here starts a process, opens a connection or imports a library until the
+program needs it.
 
 * ``rendezvous``: the rank's position and the run's store, which replace the meeting point and the
   backend of a program.
@@ -43,13 +43,13 @@ _meeting: rendezvous.Rendezvous | None = None
 def install(membership: Membership, backend: str | None = None) -> None:
     """Make this process a rank in which programs written for other launchers run.
 
-    ``taas.rehearsal``, if it stands in for the GPUs, is installed first. ``backend`` is used
-    whatever the program asks for.
+    If ``taas.rehearsal`` stands in for the GPUs, install it first. ``backend`` is used whatever the
+    program asks for.
     """
     if backend is not None:
         rendezvous.choose_backend(backend)
     global _meeting
-    waits.register_backends()  # the forkserver has done it, where this process comes from one
+    waits.register_backends()  # the forkserver, if there is one, has done it
     _meeting = rendezvous.install(membership)
     membership.waits.install()
     launchers.install(membership, _meeting)
@@ -61,7 +61,7 @@ def install(membership: Membership, backend: str | None = None) -> None:
 def begin_run(address: StoreAddress) -> None:
     """Begin the next run of kept ranks.
 
-    If its store is another one than the last run's, that run broke groups off.
+    If its store is not the last run's, that run has broken groups off.
     """
     if _meeting is not None and _meeting.membership.begin_run(address):
         data_parallel.close()
@@ -75,14 +75,14 @@ def join(address: StoreAddress) -> None:
 
 
 def explain(error: BaseException) -> str | None:
-    """Explain an error with what only taas knows; None for other errors."""
+    """Explain an error by what only taas knows; return None for other errors."""
     return None if _meeting is None else _meeting.explain(error)
 
 
 def break_off() -> None:
-    """Let this rank's waits for other ranks fail, because it is to end.
+    """Let this rank's waits for other ranks fail, because it has to end.
 
-    Another thread than the waiting one calls this.
+    A thread that does not wait calls this.
     """
     if _meeting is not None:
         me = _meeting.membership

@@ -65,7 +65,7 @@ OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
 
 
 class Replicas:
-    """This rank's side of every DataParallel of the program."""
+    """This rank's part in every DataParallel of the program."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
@@ -73,9 +73,9 @@ class Replicas:
         """Above 0 while a replica's pass is computed."""
         self._passes = 0
         self.group: ReplicaGroup | None = None
-        # The group before this one, which has ended. Its destructor holds the GIL and can wait for
-        # threads of gloo, which may need the GIL to give back the last collective's tensors. When
-        # there is a new group, they have finished long ago.
+        # The previous group, which has ended. Its destructor holds the GIL and may wait for threads
+        # of gloo, which may need the GIL to free the last collective's tensors. When there is a new
+        # group, these threads have finished long ago.
         self.past: ReplicaGroup | None = None
         # Each module's number in the program, and the device on which the program had put it, if
         # that is another rank's GPU.
@@ -101,9 +101,9 @@ class Replicas:
         return self.group
 
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
-        """Make a module that is to be divided the same on every rank.
+        """Give a module that will be divided rank 0's content on every rank.
 
-        Returns its number, and the device that the program meant, if that is another one.
+        Return its number, and the device that the program meant, if that is another one.
 
         Programs call ``model.to("cuda:0")``. With one process for each GPU every rank needs its own
         GPU, so the module is moved there.
@@ -147,12 +147,12 @@ class Replicas:
 
     @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """Draw from this rank's own stream inside, and leave the program's as it was.
+        """Draw from this rank's own stream inside, and restore the program's afterwards.
 
         Dropout draws as many numbers as the slice has elements, and slices differ; drawn from the
         program's own stream (the one that shuffles, on CPU) they would lead the ranks to different
-        batches. The stream inside follows from the program's state, the rank, and the count of
-        passes since that state changed: the same seed gives the same run again.
+        batches. The stream inside follows from the program's state, the rank, and the number of
+        passes since that state changed, so the same seed gives the same run again.
         """
         outside = states_of_generators(cuda=self.cuda)
         origin = zlib.crc32(outside["torch"])
@@ -177,12 +177,12 @@ _replicas: Replicas | None = None
 def install(membership: Membership) -> None:
     """Change ``nn.DataParallel`` and ``data_parallel`` in this process.
 
-    ``world_size`` must be above 1.
+    ``world_size`` has to be above 1.
     """
     global _replicas
     replicas = _replicas = Replicas(membership)
     _change_class(nn.DataParallel, replicas)
-    # the package's attribute is the function
+    # the package's attribute of this name is the function
     module: Any = sys.modules["torch.nn.parallel.data_parallel"]
     function = membership.in_rank(module.data_parallel, _data_parallel)
     module.data_parallel = nn.parallel.data_parallel = function
@@ -215,7 +215,7 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
         )
         given = output_device is not None and replicas.cuda
         self._taas_home = torch.device(output_device) if given else None
-        # With one device there is no parallelism: the module just runs there.
+        # With one device there is no parallelism: the module runs there.
         self._taas_whole = device_ids is not None and len(device_ids) == 1
         if not self._taas_whole:
             replicas.take_in(module)
@@ -234,7 +234,7 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
                 " the cell in one process (#!TYPE without --gpus), which sees all GPUs of the"
                 " machine."
             )
-        # An instance that the notebook has made without a GPU has no ``dim``.
+        # An instance that the notebook made without a GPU has no ``dim``.
         home = getattr(self, "_taas_home", None)
         return replicas.forward(self.module, (inputs, kwargs), getattr(self, "dim", 0), home)
 
@@ -257,8 +257,8 @@ def _data_parallel(
 def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
     """Recompute activations without reentering autograd.
 
-    A reentrant checkpoint runs part of the module again in the backward pass, outside of the
-    replica, on the module's own parameters: their gradients would be this rank's share alone.
+    A reentrant checkpoint runs part of the module again in the backward pass, outside the replica,
+    on the module's own parameters: their gradients would be this rank's share alone.
     """
     module: Any = sys.modules["torch.utils.checkpoint"]
     native = module.CheckpointFunction.apply
@@ -293,8 +293,8 @@ class ReplicaPass:
         self._number, module_number = place
         mode = "training" if module.training else "evaluating"
         self._place = f"module {module_number}, {mode}{'' if self._grad else ', without gradients'}"
-        # What it tells the other ranks, beside the batch: the outputs' shapes, and whether they
-        # have gradients; which buffers replica 0 may have changed (other replicas' are ignored);
+        # The message to the other ranks, beside the batch: the outputs' shapes, and whether they
+        # have gradients; the buffers that replica 0 may have changed (other replicas' are ignored);
         # class and text of an exception.
         self._outputs: list[tuple[tuple[int, ...], bool]] = []
         self._buffers: list[str] = []
@@ -332,11 +332,11 @@ class ReplicaPass:
                 )
             self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
         except Exception as error:
-            # Every rank must know of it, or the others would wait in the exchange.
+            # Every rank has to learn of it, or the others would wait in the exchange.
             self._error, self._failure = error, (type(error).__name__, text_of(error))
-        # Batch norm's kernels update running statistics without a new version. So while training,
-        # small buffers count as changed; a large one (a mask, a table of positions) is no
-        # statistic.
+        # Batch norm's kernels update running statistics without raising their version. So while
+        # training, small buffers count as changed; a large one (a mask, a table of positions) is
+        # not a statistic.
         self._buffers = [
             name
             for name, buffer in buffers.items()
@@ -347,11 +347,11 @@ class ReplicaPass:
     def _enter(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Bring batch and parameters into the replica.
 
-        Returns its inputs, and those of its parameters that have gradients, by name.
+        Return its inputs, and by name its parameters that have gradients.
         """
         tensors, ways = tensors_of(self._batch), self._ways
         mine = 0 if self._idle else self._group.rank
-        # They are copies, because a module that changes its input in place would change the batch,
+        # These are copies, because a module that changes its input in place would change the batch,
         # and differently on each rank.
         slices = [
             (tensor if way is None else way.of(tensor, mine))
@@ -377,10 +377,10 @@ class ReplicaPass:
         return slices, dict(zip(named, inner, strict=True))
 
     def collect(self) -> Any:
-        """Agree with the other ranks and gather the output of the whole batch.
+        """Agree with the other ranks, and gather the output of the whole batch.
 
         Raises:
-            RanksDisagree: ranks are at different places, or have different batches.
+            RanksDisagree: ranks are at different calls, or have different batches.
             CannotAdopt: the replicas' outputs don't match.
         """
         shapes, number = _describe(self._batch)
@@ -411,7 +411,7 @@ class ReplicaPass:
         return self._gather(outputs)
 
     def _gather(self, described: Sequence[Sequence[tuple[tuple[int, ...], bool]]]) -> Any:
-        """Join the ranks' outputs, those with gradients in one crossing."""
+        """Join the ranks' outputs; those with gradients cross together."""
         if len(counts := {len(outputs) for outputs in described}) > 1:
             raise CannotAdopt(
                 f"The replicas of nn.DataParallel returned different numbers of tensors ({counts}),"
@@ -484,7 +484,7 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _error_class(name: str) -> type[Exception]:
-    """Return the exception class of a name, for programs that catch it, or RuntimeError."""
+    """Return the exception class of a name, so that programs can catch it; or RuntimeError."""
     found = getattr(torch, name, None) or getattr(builtins, name, None)
     known = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError)
     return found if isinstance(found, type) and issubclass(found, known) else RuntimeError

@@ -31,12 +31,12 @@ from taas.adopt.rendezvous import Membership
 from taas.import_hooks import after_import
 
 TO_FOLDER = ("download_url", "download_and_extract_archive", "download_file_from_google_drive")
-BEGIN_SECONDS = 30.0  # for the first rank to come; if it never does, the others must continue
+BEGIN_SECONDS = 30.0  # for the first rank to come; if it never does, the others have to continue
 END_SECONDS = 3600.0
 
 
 def install(membership: Membership) -> None:
-    """Take turns at downloads in this process; adopt torchvision when it is imported."""
+    """Let downloads in this process take turns; adopt torchvision when it is imported."""
     turns = Turns(membership)
     hub = sys.modules["torch.hub"]
     _adopt_functions(hub, ("download_url_to_file",), turns)
@@ -50,7 +50,7 @@ def install(membership: Membership) -> None:
 
 
 def _adopt_functions(module: ModuleType, names: Iterable[str], turns: Turns) -> None:
-    """Make functions take turns whose first two arguments are source and target."""
+    """Let functions take turns; their first two arguments are source and target."""
 
     def adopted(native: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(native)
@@ -59,7 +59,7 @@ def _adopt_functions(module: ModuleType, names: Iterable[str], turns: Turns) -> 
             source, target, *_ = signature.bind(*args, **kwargs).arguments.values()
             place = Path(target).expanduser()
             with turns.take(place, f"the download of {source}") as done:
-                # Not even extract them again: the first rank may be reading the files already.
+                # Do not even extract them again: the first rank may be reading the files already.
                 return None if done and place.exists() else native(*args, **kwargs)
 
         return turns.membership.in_rank(native, download)
@@ -84,16 +84,13 @@ def _adopt_datasets(base: Any, turns: Turns) -> None:
 
     base.__init_subclass__ = classmethod(init_subclass)
     found = base.__subclasses__()
-    for cls in found:  # it grows meanwhile
+    for cls in found:  # the loop appends to it
         _adopt_dataset(cls, turns)
         found += cls.__subclasses__()
 
 
 def _adopt_dataset(cls: Any, turns: Turns) -> None:
-    """Make the whole of ``__init__`` a turn.
-
-    It looks for the files before it downloads them.
-    """
+    """Make the whole ``__init__`` one turn, because it looks for the files before the download."""
     native = cls.__dict__.get("__init__")
     if native is None or "download" not in (signature := inspect.signature(native)).parameters:
         return
@@ -129,8 +126,10 @@ class Turns:
     def take(self, place: Path, what: str) -> Iterator[bool]:
         """Wait for this rank's turn at ``place``; yield whether ``what`` is done and visible there.
 
-        ``what`` names the download in words that are the same on every rank. Raises a TimeoutError
-        if another process has had its turn for an hour.
+        ``what`` names the download in words that are the same on every rank.
+
+        Raises:
+            TimeoutError: another process has had its turn for an hour.
         """
         if hasattr(self._own, "done"):  # within another turn of this thread
             yield self._own.done
@@ -174,13 +173,13 @@ def _is_inside(place: Path, project: Path) -> bool:
 def _locked(place: Path, project: Path) -> contextlib.AbstractContextManager[Any]:
     """Return the lock of a place.
 
-    It lies outside the project, because not every rank may write there.
+    It is outside the project, because not every rank may write there.
     """
     folder = Path(jupyter_runtime_dir(), "taas-locks")
     if _is_inside(folder, project):
         folder = Path(tempfile.gettempdir(), f"taas-locks-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # another user may have made it in /tmp first
+    if folder.lstat().st_uid != os.getuid():  # another user may have made it in /tmp before
         raise PermissionError(
             f"{folder}, where your runs wait for each other's downloads, was made by another user,"
             " who could hold them up. Have it removed, or set TMPDIR or JUPYTER_RUNTIME_DIR to a"

@@ -38,7 +38,7 @@ from taas.errors import CannotAdopt
 from taas.import_hooks import after_import
 from taas.wording import text_of
 
-# the package's attribute is the function
+# the package's attribute of this name is the function
 spawn_module: Any = sys.modules["torch.multiprocessing.spawn"]
 
 GRACE_SECONDS = 5.0
@@ -75,7 +75,7 @@ def install(membership: Membership, rendezvous: Rendezvous) -> None:
         "accelerate.launchers", lambda module: _adopt_accelerate(module, membership, adopter)
     )
     if membership.nodes > 1:
-        # Trainer and Fabric take them as defaults
+        # Trainer and Fabric take their defaults from these
         for variable in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES"):
             os.environ.setdefault(variable, str(membership.nodes))
 
@@ -98,7 +98,7 @@ def _start_processes(membership: Membership, adopter: Adopter) -> Callable[..., 
                 )
             return context
         adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args), args)
-        return None if join else ProcessContext([], [])  # all have ended, and well
+        return None if join else ProcessContext([], [])  # all have ended without an error
 
     return membership.in_rank(native, start_processes)
 
@@ -151,7 +151,7 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
 
 
 class Adopter:
-    """Runs a function in the ranks that a program wants to run in N new processes."""
+    """Runs a program's function in the ranks, instead of in N new processes."""
 
     def __init__(self, membership: Membership, rendezvous: Rendezvous) -> None:
         self.membership = membership
@@ -163,7 +163,7 @@ class Adopter:
     ) -> None:
         """Call ``body(local_rank)`` in the first ``processes`` ranks of each VM.
 
-        Returns when all have ended.
+        Return when all have ended.
 
         ``what`` is the launcher's name, for messages; ``args`` are the body's other arguments.
 
@@ -188,18 +188,18 @@ class Adopter:
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
         # This waits as long as the training takes, without a limit. An interrupt of the cell breaks
-        # it off, since Python code waits. When a rank is lost, the agent ends the run, and this
-        # rank.
+        # it off, because it is Python code that waits. If a rank is lost, the agent ends the run,
+        # and this rank with it.
         self.membership.wait_for(prefix, ENDED)
         if failure := store.get(ENDED).decode():
             # The rank that failed will end the run with its own traceback, which says more than
-            # this error. This one is raised in case that the program has caught that error.
+            # this error. This one is raised in case the program has caught that error.
             threading.Event().wait(GRACE_SECONDS)
             rank, _, text = failure.partition(" ")
             raise ProcessRaisedException(
                 f"rank {rank} failed in {what}: {text}", int(rank), os.getpid()
             )
-        if not had_group:  # a group that a real process makes ends with it
+        if not had_group:  # in a real process, a group ends with the process
             close_default_group()
 
     def _refuse(self, what: str, processes: int, args: Sequence[Any]) -> None:
@@ -227,7 +227,7 @@ class Adopter:
 
     @contextlib.contextmanager
     def _as_process_of(self, what: str, processes: int) -> Iterator[None]:
-        """Be one of ``processes`` per VM: environment and process group have that size."""
+        """Be one of ``processes`` on each VM: environment and process group have that size."""
         me = self.membership
         place = {
             "RANK": str(me.node * processes + me.local_rank),
@@ -238,7 +238,7 @@ class Adopter:
         try:
             with _environment(place):
                 yield
-        except SystemExit as leaving:  # a child may end so, and its parent continues
+        except SystemExit as leaving:  # a child may end like this, and its parent continues
             if leaving.code not in (None, 0):
                 raise
         finally:
@@ -246,7 +246,7 @@ class Adopter:
 
 
 def _without_torchrun_variables() -> contextlib.AbstractContextManager[None]:
-    """Start children inside that are no ranks, and must not think they are."""
+    """Let children that start inside not take themselves for ranks."""
     elastic = (name for name in os.environ if name.startswith("TORCHELASTIC_"))
     return _environment(dict.fromkeys((*TORCHRUN_VARIABLES, *elastic)))
 
@@ -268,7 +268,7 @@ def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 # ---------------------------------------------------------------- what processes would share
 
 _COLLECTED = 64 << 20
-"""A tensor in shared memory with more bytes than this is a data set, which is only read."""
+"""A tensor in shared memory with more bytes than this counts as a data set, which is only read."""
 _SHARED = (
     *(managers.BaseProxy, queues.Queue, queues.SimpleQueue),
     *(synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase),
@@ -285,9 +285,9 @@ def _is_shared(arg: Any) -> bool:
 
 # ---------------------------------------------------------------- live displays
 #
-# These are rich's progress bars, and so Lightning's ``RichProgressBar``. In a notebook rich draws
-# them into a widget, if ipywidgets is installed, and a widget needs the kernel that made it. Here
-# each is one IPython display that is updated, which any front end shows.
+# This covers rich's progress bars, and so Lightning's ``RichProgressBar``. In a notebook rich
+# draws them into a widget if ipywidgets is installed, and a widget needs the kernel that made it.
+# Here each is one IPython display that is updated, which any front end shows.
 
 
 def _adopt_rich(module: Any) -> None:

@@ -1,9 +1,9 @@
 """Selects a rank's own GPU in all of its threads.
 
-Each thread has its own current device of CUDA, and a new thread begins with GPU 0. Whatever it asks
-of CUDA, even whether a stream is idle, is answered for GPU 0 and gives the process a context there:
-half a GB of GPU 0 for each rank above 0. So the rank's own GPU is selected in the thread in which
-the program first uses CUDA, and made current in threads that taas starts.
+In CUDA each thread has its own current device, and a new thread begins with GPU 0. CUDA answers any
+of its calls, even whether a stream is idle, for GPU 0, and gives the process a context there: half
+a GB of GPU 0 for each rank above 0. So the rank's own GPU is selected in the thread in which the
+program first uses CUDA, and made current in threads that taas starts.
 
 Nothing here uses CUDA before the program does: until then the processes that a cell forks may use
 it.
@@ -26,7 +26,7 @@ class _Own:
     """The GPU of this rank.
 
     Attributes:
-        name: as CUDA_VISIBLE_DEVICES names it; empty where this rank has all GPUs of its VM.
+        name: as CUDA_VISIBLE_DEVICES names it; empty if this rank has all GPUs of its VM.
         index: its number in this process, once it is selected.
     """
 
@@ -35,7 +35,7 @@ class _Own:
 
 
 _own: _Own | None = None
-"""None in processes without GPUs, rehearsed ranks among them."""
+"""None in processes without GPUs, such as rehearsed ranks."""
 
 
 def install(name: str = "") -> None:
@@ -53,7 +53,7 @@ def install(name: str = "") -> None:
 def _select() -> None:
     """Select the GPU in the thread that uses CUDA first.
 
-    The program may have hidden other GPUs, or this one, before.
+    The program may have hidden this GPU, or others, before.
     """
     assert _own is not None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -65,9 +65,9 @@ def _select() -> None:
 def _select_before_pinning() -> None:
     """Select the GPU before a program pins memory.
 
-    Pinning uses CUDA from C++, which does not ask Python which device to select.
+    Pinning uses CUDA from C++, which does not ask Python for the device.
 
-    DataLoaders (``pin_memory=True``) and registered loaders also pin by this method.
+    DataLoaders (``pin_memory=True``) and registered loaders also pin through this method.
     """
     native: Any = torch.Tensor.pin_memory
     rank = os.getpid()
@@ -84,7 +84,7 @@ def _select_before_pinning() -> None:
 def with_contexts() -> list[int]:
     """Return the devices on which this process has a context.
 
-    Asking anything of another device would make a context there.
+    Any question to another device would make a context there.
     """
     if _own is None or not torch.cuda.is_initialized():
         return []
@@ -97,10 +97,7 @@ def with_contexts() -> list[int]:
 
 @contextlib.contextmanager
 def current() -> Iterator[None]:
-    """Make the rank's own GPU current in this thread, if the program uses it.
-
-    For threads of taas.
-    """
+    """Make the rank's own GPU current in this thread of taas, if the program uses it."""
     used = with_contexts()
     if not used:
         yield
@@ -111,11 +108,11 @@ def current() -> Iterator[None]:
 
 
 def give_back_unused() -> int:
-    """Give memory that no tensor has back to the driver; return the bytes still held."""
+    """Return unused memory to the driver; return the bytes that tensors still hold."""
     used = with_contexts()
     if not used:
         return 0
-    # after a failed kernel the memory is only freed at the end of the process
+    # after a failed kernel, only the end of the process frees the memory
     with contextlib.suppress(RuntimeError):
         torch.cuda.empty_cache()
     return sum(torch.cuda.memory_reserved(number) for number in used)

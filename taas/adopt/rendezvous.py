@@ -46,23 +46,22 @@ Handler = Callable[..., Iterator[Meeting]]
 
 SCHEMES = ("env", "tcp", "file")
 CONNECT_TIMEOUT = timedelta(seconds=60)
-REMAKE_SECONDS = 600.0  # for kept ranks of all VMs to have the names of their next cell
+REMAKE_SECONDS = 600.0  # for kept ranks of all VMs to receive the names of their next cell
 FOREVER = float("inf")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 DESTROY_SECONDS = 10.0
 _OF_A_GROUP = ("timeout", "device_id")
-"""The arguments of ``init_process_group`` that are used again for a group that replaces the first.
-"""
+"""Arguments of ``init_process_group`` that a group which replaces the first one gets, too."""
 PART_SECONDS = 2.0
-YOUNG_SECONDS = 10.0  # after a rendezvous; then all ranks have connected
+YOUNG_SECONDS = 10.0  # after a rendezvous, until all ranks have connected
 
 
 @dataclass
 class Membership:
     """This process's position in the run, and its access to the run's store.
 
-    Children that it forks (DataLoader workers) are no members. They inherit every patch, but the
-    patches call the original functions there.
+    Children that it forks (DataLoader workers) are not members. They inherit every patch, but there
+    the patches call the original functions.
     """
 
     rank: int  # global
@@ -120,7 +119,7 @@ class Membership:
     def begin_run(self, address: StoreAddress) -> bool:
         """Join the next run of kept ranks.
 
-        Returns whether that has another store, as after a failure.
+        Return whether that has another store, as after a failure.
         """
         self._told.clear()
         if address == self.address:
@@ -143,8 +142,8 @@ class Membership:
 
         On one machine each prefix has a file of its own, so that groups do not wait for each
         other's locks. On several, all share one connection, as torch's own groups do: each new one
-        asks the name service for the name of the other end, which takes seconds where that service
-        is slow. Keys carry the restart count there, because the store may outlive a restart.
+        would ask the name service for the other end, which takes seconds if that service is slow.
+        Keys have the restart count there, because the store may outlive a restart.
         """
         if self.address.folder:
             if prefix not in self._files:
@@ -170,10 +169,10 @@ class Membership:
         return files
 
     def wait_for(self, prefix: str, key: str, seconds: float = FOREVER) -> bool:
-        """Wait until ``key`` is set under ``prefix``; ``False`` if it isn't after ``seconds``.
+        """Wait until ``key`` is set under ``prefix``; return False if it isn't after ``seconds``.
 
-        This polls, because the store's own wait is C++ code that no interrupt of the cell reaches,
-        and it blocks the connection.
+        This polls: the store's own wait is C++ code that no interrupt of the cell reaches, and that
+        blocks the connection.
         """
         store, until, pause = self.store(prefix), time.monotonic() + seconds, SHORTEST_PAUSE
         while not store.check([key]):
@@ -185,7 +184,7 @@ class Membership:
 
 
 def in_time(seconds: float, close: Callable[[], object]) -> None:
-    """Close something in a thread, which may wait for ever, and stop waiting after some seconds."""
+    """Close something in a thread, as that may wait for ever; stop waiting after some seconds."""
     closer = threading.Thread(target=close, name="taas-closes", daemon=True)
     closer.start()
     closer.join(seconds)
@@ -208,7 +207,7 @@ class Rendezvous:
         self._asked_for: Arguments = {}
 
     def note(self, arguments: Arguments) -> None:
-        """Note the arguments of the default group, so that it can be made again."""
+        """Record the arguments of the default group, so that it can be made again."""
         if self.membership.active and not dist.is_initialized():
             self._asked_for = {name: arguments[name] for name in _OF_A_GROUP if name in arguments}
 
@@ -251,10 +250,10 @@ class Rendezvous:
             self.part()
 
     def part(self, *, alone: bool = False) -> None:
-        """Wait a moment until the other ranks are done with the last group, unless ``alone``.
+        """Unless ``alone``, wait a moment until the other ranks have connected to the last group.
 
-        A rank that leaves right after ``init_process_group`` returned cuts off those that are still
-        connecting.
+        A rank that leaves right after ``init_process_group`` returned would cut off those that are
+        still connecting.
         """
         name, size = self._last
         if name == self._parted or not dist.is_initialized():
@@ -270,9 +269,9 @@ class Rendezvous:
             self.membership.wait_for(name, "parted", PART_SECONDS)
 
     def remake_group(self) -> None:
-        """Make the default group again that the end of the last cell broke off.
+        """Make the default group again, if the end of the last cell broke it off.
 
-        That is done if every rank had one.
+        This happens only if every rank had one.
         """
         me, backend = self.membership, dist.get_backend() if dist.is_initialized() else ""
         self._last, self._parted = ("", 0), ""
@@ -303,23 +302,20 @@ class Rendezvous:
         )
 
     def explain(self, error: BaseException) -> str | None:
-        """Explain a store's timeout by naming the ranks that have not come to the last group."""
+        """Explain a store's timeout: name the ranks that have not come to the last group."""
         name, size = self._last
         if not (name and isinstance(error, RuntimeError) and "timeout" in text_of(error).lower()):
             return None
         try:
             store = self.membership.store(name)
             missing = [rank for rank in range(size) if not store.check([f"claimed/{rank}"])]
-        except dist.DistError:  # it is gone, or was broken off
+        except dist.DistError:  # the store is gone, or was broken off
             return None
         names = ", ".join(map(str, missing))
         return f"rank(s) {names} had not come to this process group of {size}" if missing else None
 
     def _ask(self, url: str) -> tuple[int, int]:
-        """Return rank and world size as the program gave them.
-
-        It gave them in its call, or else in the environment.
-        """
+        """Return rank and world size from the program's call, or else from the environment."""
         me, query = self.membership, parse_qs(urlparse(url).query)
         rank = query.get("rank", [os.environ.get("RANK", str(me.rank))])[0]
         size = query.get("world_size", [os.environ.get("WORLD_SIZE", str(me.world_size))])[0]
@@ -328,8 +324,8 @@ class Rendezvous:
     def _rank_and_size(self, rank: int, size: int) -> tuple[int, int]:
         """Return the rank and size in the run for a program that counts one machine only.
 
-        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. With numbers
-        that run on over the VMs the program trains on both.
+        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. If numbers
+        continue from VM to VM, the program trains on both.
         """
         me = self.membership
         self.translated = me.nodes > 1 and (rank, size) == (me.local_rank, self.span)
@@ -345,7 +341,7 @@ class Rendezvous:
 def install(membership: Membership) -> Rendezvous:
     """Lead every rendezvous of this process to the run's store."""
     rendezvous = Rendezvous(membership)
-    # The package's attribute of that name is the function.
+    # The package's attribute of this name is the function.
     handlers: dict[str, Handler] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     for scheme in SCHEMES:
         handlers[scheme] = _handler(rendezvous, handlers[scheme])
@@ -377,7 +373,7 @@ def _leave_run(membership: Membership, url: str) -> None:
     No agent serves a store there.
 
     Raises:
-        CannotAdopt: every rank of the run would start such children, for groups that nobody meant.
+        CannotAdopt: every rank of the run would start such children, whose groups were not meant.
     """
     parts = urlparse(url)
     port = os.environ.get("MASTER_PORT") if parts.scheme == "env" else parts.port
@@ -395,7 +391,7 @@ def _leave_run(membership: Membership, url: str) -> None:
 
 
 def _number_samplers_through(rendezvous: Rendezvous) -> None:
-    """Let samplers use the numbers of a group that runs on over the VMs.
+    """Let samplers use the numbers of a group that continues over the VMs.
 
     Otherwise both VMs would train on the same half of the data.
     """

@@ -1,4 +1,4 @@
-"""What DataParallel's replicas exchange: messages, and tensors that autograd follows.
+"""The exchange between DataParallel's replicas: messages, and tensors that autograd follows.
 
 The process group is not torch's default one, which belongs to the program and may never exist. But
 it is made and registered like torch's own groups: torch chooses its backends, and code that ends or
@@ -46,7 +46,7 @@ from taas.adopt.rendezvous import Membership
 from taas.errors import RanksDisagree
 from taas.wire.framing import SEAL_BYTES, authenticate, seal
 
-MESSAGE_BYTES = 1024  # what one exchange carries at once; longer messages take a second one
+MESSAGE_BYTES = 1024  # of one exchange; a longer message needs a second one
 LENGTH_BYTES = 8
 PICKLE_AT = LENGTH_BYTES + SEAL_BYTES
 BUCKET_BYTES = 64 << 20
@@ -78,23 +78,23 @@ class ReplicaGroup:
         self._carried: list[Tensor] = []
         """The tensors of the last collective.
 
-        The thread that frees a tensor needs the interpreter. If gloo's thread did that while the
-        group is destroyed, it would wait for this thread, which waits for it.
+        The thread that frees a tensor needs the GIL. If gloo's thread freed one while the group is
+        destroyed, it would wait for this thread, which waits for it.
         """
 
     @property
     def ended(self) -> bool:
-        """Return whether the program has destroyed all groups since."""
+        """Return whether the program has destroyed all groups since this one was made."""
         return self._group not in TORCHS._world.pg_map
 
     def exchange(self, message: Any) -> list[Any]:
         """Exchange a small picklable message with all ranks; return all messages by rank.
 
-        Messages are sealed, since gloo accepts any peer that connects. Most messages fit one
-        collective of fixed size; if any rank's does not, all ranks learn it from the lengths.
+        Messages are sealed, because gloo accepts any peer that connects. Most messages fit one
+        collective of fixed size. If any rank's does not, all ranks learn it from the lengths.
 
         Raises:
-            RanksDisagree: a message is not the rank's whose place it has.
+            RanksDisagree: a message is not from the rank in whose place it is.
         """
         self._exchanges += 1
         # a seal is only valid for one rank's message of this exchange
@@ -123,7 +123,7 @@ class ReplicaGroup:
         return messages
 
     def _all_bytes(self, content: bytes, width: int) -> list[bytes]:
-        # They are on the CPU, whatever default device the program has set.
+        # on the CPU, whatever default device the program has set
         mine = torch.from_numpy(
             np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8)
         )
@@ -183,7 +183,7 @@ def _flat(bucket: Sequence[Tensor]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, since backends don't carry every dtype."""
+    """Return the memory of a contiguous tensor as bytes: backends don't carry every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -233,9 +233,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
     """Return how each tensor of the batch is divided, and how many ranks get a part.
 
-    As ``nn.DataParallel`` divides: by ``torch.chunk``, each tensor on its own, and no more replicas
-    than the tensor with the fewest chunks has. Scalars go to every replica. Without any tensor
-    every replica gets the same; without any argument one replica runs.
+    This divides as ``nn.DataParallel`` does: by ``torch.chunk``, each tensor on its own, with no
+    more replicas than the tensor with the fewest chunks has. Scalars go to every replica. Without
+    any tensor every replica gets the same; without any argument one replica runs.
     """
     sizes = [_chunks(t.shape[dim], ranks) if t.dim() else None for t in tensors_of(batch)]
     counts = [len(chunks) for chunks in sizes if chunks is not None]
@@ -256,7 +256,7 @@ class Crossing(NamedTuple):
     """How the tensors of one crossing travel."""
 
     group: ReplicaGroup
-    ways: tuple[Slices | None, ...]  # for each tensor: divided, or None: as a whole
+    ways: tuple[Slices | None, ...]  # how each tensor is divided; None: it crosses whole
     device: torch.device  # where this rank computes
 
 
@@ -281,8 +281,8 @@ class Inward(torch.autograd.Function):
     def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sum or join the ranks' gradients; tensors that a replica did not use arrive as zeros."""
         (token,) = ctx.saved_tensors
-        # The token is part of it because, for second derivatives as well, a rank without samples
-        # has no other edge to this node.
+        # The token takes part because, for second derivatives as well, a rank without samples has
+        # no other edge to this node.
         outer_grads = Outward.apply(ctx.crossing, token + token_grad, *inner_grads)
         return None, *(
             grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True)

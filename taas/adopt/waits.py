@@ -1,12 +1,12 @@
 """Knows where a rank waits for other ranks, and breaks such waits off.
 
 While the main thread waits in gloo or in a store, no Python signal handler runs, and none of
-torch's own aborts ends that wait. But another thread can take away the object of the wait: the wait
-fails at once, and a pending KeyboardInterrupt is raised instead of torch's error. The other ranks'
-collectives of the same group fail, too.
+torch's own aborts ends that wait. But another thread can take away the object of the wait. Then the
+wait fails at once, and a pending KeyboardInterrupt is raised instead of torch's error. The other
+ranks' collectives of the same group fail, too.
 
 * gloo waits on TCP sockets, which fail when they are shut down. They are the sockets that appear
-  while torch makes a group. The listening one stays, since gloo ends the process if it fails.
+  while torch makes a group. The listening one stays, because gloo ends the process if it fails.
 * NCCL has its own abort (below) for finished communicators. A group's first collective makes the
   communicator, together with all ranks. If one of them never comes, the others wait there on TCP
   sockets; this is the most common wait of all.
@@ -45,11 +45,11 @@ class TcpSocket:
     """A TCP socket of this process."""
 
     fd: int
-    peer_port: int | None  # None: it listens
+    peer_port: int | None  # None for a listening socket
 
 
 class Waits:
-    """What this rank may be waiting on in C code."""
+    """The objects on which this rank may wait in C code."""
 
     def __init__(self) -> None:
         self._there: set[int] = set()
@@ -57,7 +57,7 @@ class Waits:
         self._of_groups: set[int] = set()
         """Inodes of the connected sockets that appeared while a group was made."""
         self._before: set[int] | None = None
-        """Inodes of the sockets that were there before the group that is being made."""
+        """Inodes of the sockets that existed before the group that is being made."""
 
     def install(self) -> None:
         """Note the sockets of all groups that are made from now on."""
@@ -79,7 +79,7 @@ class Waits:
     def break_off(self, store: StoreAddress, files: Iterable[Path]) -> None:
         """Let every wait of this rank fail, also in the store's files.
 
-        A thread calls it that does not wait.
+        A thread that does not wait calls this.
 
         NCCL comes first: if a communicator's sockets fail before it is aborted, NCCL takes that for
         a network error, and torch's watchdog may end the process.
@@ -132,7 +132,7 @@ def _tcp_sockets() -> dict[int, TcpSocket]:
     """Return this process's TCP sockets that listen or are connected, by inode."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or neither
+        with contextlib.suppress(OSError):  # closed meanwhile, or neither listening nor connected
             status = entry.stat()
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(int(entry.name))) as ours:
@@ -158,7 +158,7 @@ def _waited_for_by_epoll() -> set[int]:
 
 def _of_python() -> set[int]:
     """Return the descriptors of Python's socket objects."""
-    # issubclass, because isinstance would call proxies
+    # issubclass, because isinstance would ask proxies
     ours = [value for value in gc.get_objects() if issubclass(type(value), socket.socket)]
     return {value.fileno() for value in ours}
 
@@ -175,7 +175,7 @@ def _shut(found: TcpSocket) -> None:
 #   returns. Its watchdog may still end the process, when it sees the abort of another rank before
 #   its own (``TORCH_NCCL_ASYNC_ERROR_HANDLING``).
 # * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its ``abort()`` and ``shutdown()`` while
-#   something waits, and its watchdog at a time-out, end the process with SIGABRT before any
+#   an operation waits, and its watchdog at a time-out, end the process with SIGABRT before any
 #   ``finally`` (pytorch's pull requests 191948 and 192105). So ranks get the old one under the name
 #   ``nccl``, unless the notebook's environment has ``TORCH_DIST_USE_NCCL2``. A group of the new
 #   kind is never aborted: what waits in it waits until the rank is ended. torch reads the variable
@@ -191,10 +191,9 @@ _CHOICE_OF_NCCL = "TORCH_DIST_USE_NCCL2"
 def register_backends() -> None:
     """Register torch's backends for process groups, so that ``nccl`` can be aborted.
 
-    torch itself does this when a name is first used.
-
-    The forkserver does so once for all ranks, because torch searches all installed packages, which
-    takes 20 ms. If the environment chooses the NCCL, that one is used.
+    torch itself does this when a name is first used. The forkserver does it once for all ranks,
+    because torch searches all installed packages, which takes 20 ms. If the environment chooses the
+    NCCL backend, that one is used.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
     # before torch 2.13 names need no registration, and "nccl" is the one that can be aborted
@@ -214,7 +213,7 @@ def nccl_backends() -> list[Any]:
     """Return the NCCL backends of all of torch's groups in this process."""
     found: list[Any] = []
     for group in [*dist.distributed_c10d._world.pg_names]:
-        # the group has none for GPUs, or this rank is not in it
+        # the group has no backend for GPUs, or this rank is not in it
         with contextlib.suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(torch.device("cuda")))
     bare = [getattr(backend, "wrapped_pg", backend) for backend in found]
@@ -231,7 +230,7 @@ def waits_on_gpus() -> bool:
 def waits_at_full_speed(thread: int) -> bool:
     """Return whether a thread that uses the processor may wait for other ranks in NCCL.
 
-    Another thread asks.
+    Another thread calls this.
     """
     return waits_on_gpus() and (gpu_is_busy() or is_in_a_collective(thread))
 
@@ -239,8 +238,8 @@ def waits_at_full_speed(thread: int) -> bool:
 def abort_nccl(found: Iterable[Any]) -> None:
     """Abort these backends, so that all waits in them fail.
 
-    Each abort has a thread of its own, because it may wait for that of another rank, which has
-    begun with another group. After :data:`ABORT_SECONDS` the threads are left alone.
+    Each abort has a thread of its own, because it may wait for another rank's, which may have begun
+    with another group. After :data:`ABORT_SECONDS` the threads are left alone.
     """
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="taas-aborts", daemon=True)
@@ -259,11 +258,11 @@ def _abort(backend: Any) -> None:
 
 
 def gpu_is_busy() -> bool:
-    """Return whether a GPU has work that is not done; any thread may ask.
+    """Return whether a GPU has unfinished work; any thread may call this.
 
-    Then a collective may be waiting, and the main thread waits for it at full speed.
+    If it has, a collective may be waiting, and the main thread waits for it at full speed.
 
-    This looks at the default stream of each device that the program uses, since that stream waits
+    This looks at the default stream of each device that the program uses, because that stream waits
     for the streams of collectives.
     """
     try:
@@ -271,7 +270,7 @@ def gpu_is_busy() -> bool:
             return any(
                 not torch.cuda.default_stream(number).query() for number in own_gpu.with_contexts()
             )
-    except RuntimeError:  # it has failed
+    except RuntimeError:  # the work has failed
         return True
 
 
@@ -279,11 +278,11 @@ def gpu_is_busy() -> bool:
 def beside_gpu_work() -> Iterator[None]:
     """Let copies from GPUs in this thread not wait for earlier GPU work, which may never end."""
     with contextlib.ExitStack() as stack:
-        # this is the outermost one, so that at the end no other device stays selected
+        # outermost, so that at the end no other device stays selected
         stack.enter_context(own_gpu.current())
         for number in own_gpu.with_contexts():
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(number)))
-        stack.enter_context(own_gpu.current())  # a stream that is entered selects its device
+        stack.enter_context(own_gpu.current())  # entering a stream selects the stream's device
         yield
 
 
@@ -298,7 +297,7 @@ _COLLECTIVES = (
 def is_in_a_collective(thread: int) -> bool:
     """Return whether a thread runs torch's own code for collectives.
 
-    Another thread asks.
+    Another thread calls this.
 
     The first collective makes NCCL's communicator, and polls its sockets meanwhile: such a thread
     waits for other ranks, and uses the processor.
@@ -307,7 +306,7 @@ def is_in_a_collective(thread: int) -> bool:
     while frame is not None and "/torch/" in frame.f_code.co_filename:
         if frame.f_code.co_filename.endswith(_COLLECTIVES):
             return True
-        frame = frame.f_back  # an operator is called by a line of torch/_ops.py
+        frame = frame.f_back  # a line of torch/_ops.py calls an operator
     return False
 
 
@@ -316,13 +315,13 @@ def is_in_a_collective(thread: int) -> bool:
 # torch's flight recorder knows it
 # (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). It records gloo's
 # collectives in newer releases, without a variable for it, and NCCL's if ``TORCH_FR_BUFFER_SIZE``
-# or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is not 0. Else nothing is known.
+# or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is not 0. Otherwise the collective is not known.
 
 
 def pending_collective() -> str:
     """Return this rank's oldest collective that has begun and not ended, in words.
 
-    Empty if none is known. Any thread may ask.
+    Return an empty text if none is known. Any thread may call this.
     """
     recorder: Any = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(

@@ -161,9 +161,8 @@ class _Elements(IterableDataset[Any]):
             except StopIteration:
                 return
             except BaseException as error:
-                make = make or partial(
-                    next, iter(())
-                )  # the iteration could not begin, so it has ended
+                # an iteration that could not begin has ended
+                make = make or partial(next, iter(()))
                 yield Failure(
                     error, f"raised while making element {made} of '{self._name}', or packing it"
                 )
