@@ -1,4 +1,4 @@
-"""Runs a cell for GPUs where there are none: CPU processes say that they have GPUs.
+"""Runs a cell for GPUs on a machine without any: CPU processes say that they have GPUs.
 
 ``docs/rehearsal.md`` says which calls are covered and which are refused by name; a test makes these
 calls. Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda`` is False. The time and
@@ -14,17 +14,21 @@ _installed = False
 
 
 def install(local_rank: int, device_count: int) -> None:
-    """Make this process a rehearsed rank, for good; a second call only names another device.
+    """Make this process a rehearsed rank for good; a second call only names another device.
 
     Call it in a freshly forked rank that has imported torch and torch.distributed, and no library
-    that builds on torch. A forkserver whose ranks are all rehearsed may import
-    ``taas.rehearsal.ahead``; then only the device is left to name. Another forkserver may import
-    the parts; then the call takes about 10 ms. If the machine has GPUs, set
-    ``CUDA_VISIBLE_DEVICES=""`` first. Forked processes inherit the rehearsal; for others see
-    ``rank.children``. Raises a ValueError if there is no device for the local rank.
+    that builds on torch. If the machine has GPUs, set ``CUDA_VISIBLE_DEVICES=""`` first.
+
+    A forkserver whose ranks are all rehearsed may import ``taas.rehearsal.ahead``; then this call
+    only names the device. Another forkserver may import the parts; then the call takes about 10 ms.
+
+    Forked processes inherit the rehearsal; for others see ``rank.children``.
+
+    Raises:
+        ValueError: there is no device for the local rank.
     """
     global _installed
-    # These import torch, so that children which do not need torch do not pay for it.
+    # These import torch: a child that does not need torch must not pay for it.
     from taas.rehearsal import (
         commands,
         cuda_module,
@@ -37,7 +41,7 @@ def install(local_rank: int, device_count: int) -> None:
 
     devices.place(local_rank, device_count)
     if not _installed:
-        # The last one looks at what the others have left of torch.
+        # The last one inspects what the others have left of torch.
         for part in (devices, cuda_module, operators, tensors, distributed, commands, refused):
             part.install()
     _installed = True

@@ -1,4 +1,4 @@
-"""Importing this module rehearses a forkserver; its forks only have to name their device."""
+"""Importing this module rehearses a forkserver; its forks then only name their device."""
 
 from taas.rehearsal import install
 

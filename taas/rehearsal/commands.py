@@ -27,12 +27,12 @@ _MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.com
 _PROCESSES = re.compile(r"--?(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|np|n)(?:=(\d+))?")
 _BEFORE = {"exec", "env", "nohup", "time", "sudo", "command"}
 _ASKS = {"--help", "-h", "--version", "--cpu", "--use_cpu"}
-"""With these options a launcher starts nothing, or needs no GPU."""
+"""With one of these options a launcher starts nothing, or needs no GPU."""
 _Call = Callable[..., Any]
 
 
 def install() -> None:
-    """Refuse launchers where programs are started."""
+    """Refuse launchers in the functions that start programs."""
     popen: Any = subprocess.Popen
     popen.__init__ = _checking(popen.__init__, at=1, name="args")
     os.system = _checking(os.system, at=0, name="command")
@@ -58,7 +58,7 @@ def _checking(native: _Call, *, at: int, name: str) -> _Call:
 def _commands(given: Any) -> Iterator[list[str]]:
     """Yield the words of each command in a shell's line, or in a list of words.
 
-    Other objects have no commands.
+    Objects of other types have no commands.
     """
     if not isinstance(given, str):
         if isinstance(given, Sequence):
@@ -79,7 +79,7 @@ def _commands(given: Any) -> Iterator[list[str]]:
                 command = []
             else:
                 command.append(word)
-    except ValueError:  # a quote is not closed: the shell will say so
+    except ValueError:  # an open quote: the shell itself will report it
         return
     yield command
 
@@ -110,9 +110,9 @@ def _refuse_launcher(words: list[str]) -> None:
 
 
 def _processes(words: list[str]) -> int:
-    """Return how many processes a launcher was asked for on each machine.
+    """Return how many processes a command tells its launcher to start on each machine.
 
-    By default this is the number of devices of this run, at least two.
+    The default is the number of devices of this run, at least two.
     """
     for option, value in zip(words, [*words[1:], ""], strict=True):
         found = _PROCESSES.fullmatch(option)

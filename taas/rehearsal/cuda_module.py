@@ -1,14 +1,14 @@
-"""Rehearses ``torch.cuda`` and ``torch.accelerator``: as many GPUs as the run has on this VM.
+"""Rehearses ``torch.cuda`` and ``torch.accelerator`` with as many GPUs as the run has on this VM.
 
 Every name of ``torch.cuda.__all__`` is rehearsed here, refused in ``refused``, or works without a
 GPU; a test lists the last kind, and compares all names with torch's.
 
 Memory figures are not rehearsed: programs that print them get 0, and one warning for each name.
-``mem_get_info`` and ``total_memory`` return the rehearsed GPU's size, since programs divide by
+``mem_get_info`` and ``total_memory`` return the rehearsed GPU's size, because programs divide by
 them.
 
 Each device has streams of work, with their events. Every operator has ended when it returns, so
-there is nothing to wait for. All devices have one stream of random numbers.
+there is nothing to wait for. All devices share one stream of random numbers.
 ``torch.cuda.manual_seed`` does not reseed the CPU, and ``torch.rand(3, device="cuda")`` repeats
 after ``torch.cuda.manual_seed(0)``. Operators that draw (dropout) have CPU tensors, and draw from
 the CPU's stream. All numbers are those of CPU generators, never a GPU's.
@@ -57,7 +57,7 @@ _PROPERTIES = SimpleNamespace(
 def _get_device_properties(device: Any = None) -> SimpleNamespace:
     use()
     if not 0 <= ordinal(device) < machine.device_count:
-        raise AssertionError("Invalid device id")  # as torch raises it
+        raise AssertionError("Invalid device id")  # torch raises the same
     return _PROPERTIES
 
 
@@ -108,7 +108,7 @@ class Event:
     def __init__(self, *first: Any, enable_timing: bool = False, **_: Any) -> None:
         self.device = torch.device("cuda", existing())
         self.cuda_event = self.event_id = 0
-        # torch.cuda.Event has it first, torch.Event a device
+        # torch.cuda.Event takes it as the first argument, torch.Event a device
         self._timed = enable_timing or True in first
         self._recorded: float | None = None
 
@@ -150,7 +150,7 @@ class Stream:
     synchronize = wait_event = wait_stream = always(None)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, a new one unless given."""
+        """Record an event: the given one, or a new one."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -181,7 +181,7 @@ def _default_stream(device: Any = None) -> Stream:
 def _set_stream(stream: Stream | None) -> None:
     """Make a stream's device current.
 
-    No work is on a stream, so the current stream is always the default one.
+    No stream has work, so the current stream is always the default one.
     """
     if stream is not None:
         machine.current = stream.device_index
@@ -197,7 +197,7 @@ _GPU_STATE_BYTES = 16  # of a CUDA generator: seed and offset, int64 each
 def gpu_generator() -> torch.Generator:
     """Return the generator of all devices.
 
-    It is made at first use, because names that travelled, and the CPU's seed, come after the
+    It is made at its first use, because the names that travel, and the CPU's seed, come after the
     installation.
     """
     return _RealGenerator().manual_seed(torch.initial_seed())
@@ -222,7 +222,7 @@ def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
     existing(device)
-    return gpu_generator().get_state()  # 5056 bytes, where a GPU's state has 16
+    return gpu_generator().get_state()  # 5056 bytes; a GPU's state has 16
 
 
 RANDOM: dict[str, Any] = {
@@ -334,7 +334,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(
         ("list_gpu_processes", "memory_summary"), lambda: "memory figures are not rehearsed"),
 }  # fmt: skip
-"""The answer of each function, after a warning."""
+"""The result of each function, which comes with a warning."""
 SILENT = (
     "empty_cache", "empty_host_cache", "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
@@ -371,7 +371,7 @@ def memory_face(module: str) -> dict[str, Callable[..., Any]]:
 def install() -> None:
     """Replace the functions of ``torch.cuda`` and ``torch.accelerator``.
 
-    Memory figures are replaced as far as this torch has them.
+    Memory figures are replaced if this torch has them.
     """
     for cls in (Event, Stream):
         cls.__module__ = "torch.cuda"

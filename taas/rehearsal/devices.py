@@ -22,7 +22,7 @@ _CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError
 
 @dataclass
 class RehearsedMachine:
-    """The GPUs that a rank is told it has, and the current one.
+    """The GPUs that a rank pretends to have, and the current one.
 
     All ranks of the run on this VM have the same GPUs.
     """
@@ -37,9 +37,10 @@ machine = RehearsedMachine()
 
 
 def place(local_rank: int, device_count: int) -> None:
-    """Set the machine's devices; the local rank's is the current one.
+    """Set the machine's devices, and make the local rank's the current one.
 
-    Raises a ValueError if that does not exist.
+    Raises:
+        ValueError: the local rank's device does not exist.
     """
     if not 0 <= local_rank < device_count:
         raise ValueError(
@@ -69,7 +70,7 @@ def cuda_index(device: Any) -> int | None:
 
 
 def as_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device-like, which must exist; anything else as it is."""
+    """Return the CPU for a CUDA device-like, which must exist; return anything else unchanged."""
     return device if cuda_index(device) is None else CPU
 
 
@@ -79,10 +80,10 @@ def is_device_like(value: Any) -> bool:
 
 
 def ordinal(device: Any = None) -> int:
-    """Return the index of a CUDA device-like: the current device's for ``None`` and ``"cuda"``.
+    """Return the index of a CUDA device-like; for ``None`` and ``"cuda"``, the current device's.
 
-    Programs ask about ``x.device``, which is honestly the CPU. So the CPU's device, if it is no
-    text, stands for the current one. For any other device a ValueError is raised, as by torch.
+    Programs ask about ``x.device``, which is honestly the CPU. So the CPU's device, unless it is a
+    text, stands for the current device. Any other device raises a ValueError, as in torch.
     """
     if device is None or device == CPU:
         return machine.current
@@ -95,9 +96,9 @@ def ordinal(device: Any = None) -> int:
 
 
 def existing(device: Any = None) -> int:
-    """Use a device and return its index; raise CUDA's error for one that does not exist.
+    """Use a device and return its index; for one that does not exist, raise CUDA's error.
 
-    The error names the devices that do.
+    The error names the devices that exist.
     """
     index, last = ordinal(device), machine.device_count - 1
     use()

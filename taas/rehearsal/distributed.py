@@ -38,7 +38,7 @@ from taas.rehearsal.patches import (
 
 
 def gloo_for(backend: Any) -> Any:
-    """Return the backend that stands in for one that is asked for.
+    """Return the backend that stands in for the requested one.
 
     ``nccl`` becomes ``gloo``, ``cpu:gloo,cuda:nccl`` becomes ``cpu:gloo``; others stay.
     """
@@ -63,14 +63,15 @@ def _rewrite_group(arguments: Arguments) -> None:
 
 def _rewrite_init(arguments: Arguments) -> None:
     _rewrite_group(arguments)
-    # torch would ask its default for CUDA
+    # without a backend, torch would choose its default for CUDA
     arguments["backend"] = arguments.get("backend") or "gloo"
 
 
 # ---------------------------------------------------------------- which backend a group has
 #
-# A program gets the backend that it asked for: libraries compare that with what they would have
-# asked for. torch's own code, which decides by the backend how to work, gets the real one.
+# A program gets the name of the backend that it asked for, because libraries compare that with the
+# name that they would have asked for. torch's own code, which works differently for each backend,
+# gets the real one.
 
 _asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The backend that the program asked for, as torch spells it, by process group."""
@@ -78,9 +79,9 @@ _real_backend, _real_config = dist.get_backend, dist.distributed_c10d.get_backen
 
 
 def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
-    """Let a function make its groups of gloo, and note the backend that was asked for.
+    """Let a function make its groups with gloo, and record the backend that it was asked for.
 
-    Other groups inherit that of the default group.
+    Other groups inherit the backend of the default group.
     """
     original = getattr(dist, name)
     signature = inspect.signature(original)
@@ -94,7 +95,7 @@ def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
         asked = str(dist.Backend(backend)) if backend else _asked.get(dist.group.WORLD)
         groups = tree_leaves(made if made is not None else dist.group.WORLD)
         if asked is not None:
-            # a rank outside a group gets a number instead of the group
+            # torch returns a number instead of the group to a rank outside it
             _asked.update(
                 {group: asked for group in groups if isinstance(group, dist.ProcessGroup)}
             )
@@ -104,7 +105,7 @@ def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
 
 
 def _asks_itself(caller: FrameType | None) -> bool:
-    """Return whether code of torch asks."""
+    """Return whether the caller is code of torch."""
     return caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.")
 
 
@@ -134,7 +135,7 @@ def _without_devices(arguments: Arguments) -> None:
 def _rewrite_ddp(arguments: Arguments) -> None:
     devices: Sequence[Any] = arguments.get("device_ids") or ()
     if len(devices) > 1:
-        return  # torch refuses, with its own words
+        return  # torch refuses it with its own message
     for device in [*devices, arguments.get("output_device")]:
         if device is not None:
             existing(device)
@@ -210,8 +211,8 @@ def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) 
 
 # ---------------------------------------------------------------- what NCCL takes and gloo does not
 #
-# NCCL only counts elements; gloo wants the shapes of the whole and of a rank's part to agree. NCCL
-# averages; gloo does so since torch 2.15, and not for integers.
+# NCCL only counts elements; gloo requires that the shapes of the whole and of a rank's part agree.
+# NCCL averages; gloo does so since torch 2.15, but not for integers.
 
 AVERAGING = {  # the collective, and the argument that holds its result
     "all_reduce": "tensor",
@@ -259,12 +260,12 @@ def _install_collectives() -> None:
     for name, result in AVERAGING.items():
         _average(name, result)
     for name, arguments in FLATTENED.items():
-        if hasattr(dist, name):  # those that end in single came with torch 2.13
+        if hasattr(dist, name):  # torch has those that end in single since 2.13
             rewrite_calls(dist, name, functools.partial(_flatten, names=arguments))
 
 
 def install() -> None:
-    """Rewrite calls that name NCCL or a CUDA device, and do what only NCCL or CUDA does."""
+    """Rewrite calls that name NCCL or a CUDA device; replace what only NCCL or CUDA can do."""
     _make_of_gloo("init_process_group", _rewrite_init)
     for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
         _make_of_gloo(name, _rewrite_group)
@@ -281,13 +282,13 @@ def install() -> None:
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),
     )
-    # FSDP waits for streams and events. The CPU's stand-in lacks methods for that, before torch 2.7
-    # even more of them.
+    # FSDP waits for streams and events. The CPU's stand-in lacks methods for that, and more of them
+    # before torch 2.7.
     for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
         setattr(torch.cpu.Stream, name, always(None))
     if torch.__version__ < "2.7":
         replace(torch, "split_with_sizes_copy", _split_unnoticed)
     replace(nn.SyncBatchNorm, "forward", _norm_forward)
-    # It keeps DDP from taking SyncBatchNorm.
+    # It would keep DDP from accepting SyncBatchNorm.
     replace(DistributedDataParallel, "_passing_sync_batchnorm_handle", always(None))
     _install_collectives()

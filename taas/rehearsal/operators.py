@@ -58,10 +58,10 @@ LIKE = (
 )
 NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 DRAWS = frozenset({"rand", "randn", "randint", "randperm"})
-SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU they share their argument's memory
+SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU the result shares the argument's memory
 
-_standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
-_originals: dict[Any, Factory] = {}  # the other way
+_standing_in: dict[Any, Factory] = {}  # from torch's own factory to its replacement
+_originals: dict[Any, Factory] = {}  # and back
 
 
 def _on_the_cpu(original: Factory, draws: bool = False, shares: bool = False) -> Factory:
@@ -94,10 +94,7 @@ _FACTORIES: list[tuple[Any, str, Any]] = [
 
 
 def _install_factories() -> None:
-    """Wrap every factory of ``torch``, ``torch.fft`` and ``torch.nested``.
-
-    Those of tensors (``Tensor.new_*``) as well.
-    """
+    """Wrap every factory of ``torch``, ``torch.fft`` and ``torch.nested``, and ``Tensor.new_*``."""
     table = torch.jit._builtins._builtin_table
     for module, name, original in _FACTORIES:
         factory = _on_the_cpu(original, name in DRAWS, name in SHARES)
@@ -118,7 +115,7 @@ _context_init = torch.utils._device.DeviceContext.__init__
 
 def _device_context_init(self: Any, device: Any) -> None:
     _context_init(self, device)
-    # torch.get_default_device() tells the index
+    # torch.get_default_device() returns the index, too
     if self.device.type == "cuda" and self.device.index is None:
         self.device = torch.device("cuda", machine.current)
 
@@ -186,7 +183,7 @@ def _single(leaf: Any) -> Any:
 def _and_the_plain_one(arguments: Arguments) -> None:
     """Allow the plain attention, too.
 
-    Flash and memory-efficient attention are chosen for speed; every device has the plain one.
+    Programs choose flash and memory-efficient attention for speed; every device has the plain one.
     """
     backends = arguments["backends"]
     chosen = [backends] if isinstance(backends, attention.SDPBackend) else list(backends)
@@ -207,7 +204,7 @@ def _eagerly(arguments: Arguments) -> None:
 def _turn_off(config: Any) -> None:
     """Let compiled models that arrive run eagerly, too.
 
-    A value that is set holds in one context only, so the default is changed.
+    A value that is set would hold in one context only, so this changes the default.
     """
     config._config["disable"].default = True
 

@@ -1,4 +1,4 @@
-"""Replaces torch's entry points in place, under their own names, each by one line of a table."""
+"""Replaces torch's entry points in place, under their own names; each is a line of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arguments = dict[str, Any]
 
 
 def replace(owner: Any, name: str, new: Any) -> None:
-    """Replace ``owner.name`` by ``new``, which pickles find by the same name."""
+    """Replace ``owner.name`` by ``new``, which pickles find under the same name."""
     old = getattr(owner, name, None)
     if inspect.isfunction(new) and callable(old):
         functools.update_wrapper(new, old)
@@ -28,16 +28,13 @@ def replace(owner: Any, name: str, new: Any) -> None:
 
 
 def replace_all(owner: Any, table: Mapping[str, Any]) -> None:
-    """Replace every name of a table, also names that this version of torch does not have."""
+    """Replace every name of a table, even names that this version of torch does not have."""
     for name, new in table.items():
         replace(owner, name, new)
 
 
 def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -> None:
-    """Let ``rewrite`` change the arguments of all calls of a function or method.
-
-    It gets them by name.
-    """
+    """Let ``rewrite`` change the arguments, by name, of all calls of a function or method."""
     original = getattr(owner, name)
     signature = inspect.signature(original)
 
@@ -63,8 +60,9 @@ def replace_everywhere(owner: Any, name: str, new: Any) -> None:
 def overridable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let arguments and modes with a ``__torch_function__`` override a call, as torch does.
 
-    They receive the function that the program has called, which is the replacement: libraries keep
-    tables with it as a key (``{torch.zeros_like: …}``). torch's own function would pass itself.
+    They receive the function that the program has called, which is the replacement, because
+    libraries use it as a key of tables (``{torch.zeros_like: …}``). torch's own function would pass
+    itself.
     """
 
     @functools.wraps(function)
@@ -80,7 +78,7 @@ def overridable(function: Callable[..., Any]) -> Callable[..., Any]:
 def stand_in(name: str, real: type, make: Callable[..., Any], module: str = "torch") -> type:
     """Return a class in the place of one of torch's that cannot be patched.
 
-    Calling it ``make``s objects, and real objects are instances of it.
+    A call of it calls ``make``, and objects of the real class are its instances.
     """
 
     class Meta(type):
@@ -97,7 +95,7 @@ def stand_in(name: str, real: type, make: Callable[..., Any], module: str = "tor
 
 
 def always(value: Any) -> Callable[..., Any]:
-    """Return a function that always gives the same answer."""
+    """Return a function that always returns the same value."""
     return lambda *args, **kwargs: value
 
 

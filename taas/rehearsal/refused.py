@@ -1,4 +1,4 @@
-"""Refuses by name, where it is called, what cannot be rehearsed.
+"""Refuses by name, at the call, whatever cannot be rehearsed.
 
 No import fails except cupy's, as if it were not installed. So libraries that import these modules
 and never use them work.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import comm  # torch.cuda.comm takes its names from here
+from torch.nn.parallel import comm  # where torch.cuda.comm has its names from
 
 from taas.errors import CannotRehearse
 from taas.import_hooks import after_import, around_import
@@ -44,7 +44,7 @@ TORCH_CUDA = {
     ),
     "_compile_kernel": KERNELS,
 }  # fmt: skip
-_REFUSED = (  # a module, what it is called where that is another name, and its names
+_REFUSED = (  # a module, the name that messages give it (if another), and the refused names
     (torch.cuda, "torch.cuda", TORCH_CUDA),
     (torch.cuda.graphs, "torch.cuda",
      {name: why for name, why in TORCH_CUDA.items() if why == GRAPHS}),
@@ -107,7 +107,7 @@ def _check_sources(function: str, given: Arguments) -> None:
 
 
 def _refuse_triton(module: Any) -> None:
-    """Refuse to launch kernels in ``triton.runtime.jit``; they may be defined."""
+    """Refuse to launch kernels in ``triton.runtime.jit``; to define them is allowed."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise CannotRehearse(
@@ -118,7 +118,7 @@ def _refuse_triton(module: Any) -> None:
 
 
 def _refuse_nvml(module: Any) -> None:
-    """Refuse to initialise ``pynvml``; code that can do without NVML catches its own error."""
+    """Refuse to initialise ``pynvml``; code that can do without NVML catches NVML's own error."""
 
     class NVMLCannotBeRehearsed(CannotRehearse, module.NVMLError_LibraryNotFound):
         __str__ = Exception.__str__
@@ -127,7 +127,7 @@ def _refuse_nvml(module: Any) -> None:
 
 
 class _CupyCannotBeRehearsed(CannotRehearse, ImportError):
-    """The error of importing cupy; code that can do without cupy catches an ImportError."""
+    """The error of importing cupy; a program that works without cupy catches an ImportError."""
 
 
 def install() -> None:
@@ -135,7 +135,7 @@ def install() -> None:
     for module, called, table in _REFUSED:
         _refuse_names(module, called, table)
     after_import("torch.utils.cpp_extension", _refuse_cuda_sources)
-    # so that libraries which choose Triton kernels for GPUs use their other kernels
+    # libraries that choose Triton kernels for GPUs then use their other kernels
     after_import("torch.utils._triton", lambda module: replace(module, "has_triton", always(False)))
     after_import("triton.runtime.jit", _refuse_triton)
     after_import("pynvml", _refuse_nvml)

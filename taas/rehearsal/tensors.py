@@ -1,8 +1,8 @@
-"""Keeps tensors, storages and modules on the CPU when they are sent to a CUDA device.
+"""Keeps tensors, storages and modules on the CPU when a program moves them to a CUDA device.
 
 A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom
-kernels are not taken. A tensor that is sent to a device is copied, except for parameters and
-tensors that require a gradient: a leaf must stay the leaf that an optimizer has, and on a GPU a
+kernels are not taken. A tensor that is moved to a device is copied, except for parameters and
+tensors that require a gradient: a leaf has to stay the leaf that an optimizer has, and on a GPU a
 tensor that is there already stays the same object, frozen or not. ``x.cpu()`` and ``x.to("cpu")``
 copy, as they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must
 not find the last one there.
@@ -70,7 +70,7 @@ def _tensor_cuda(
 
 
 def stays_itself(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor that is sent to a device stays the same object."""
+    """Return whether a tensor that is moved to a device stays the same object."""
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
@@ -126,8 +126,8 @@ def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> 
 
 
 _legacy: dict[Any, Any] = {}
-"""The CPU's types for ``torch.cuda.FloatTensor`` and the like. These make CPU tensors, and no
-tensor is an instance of them.
+"""The CPU's types for ``torch.cuda.FloatTensor`` and the like. They make CPU tensors, and no tensor
+is an instance of them.
 """
 
 
@@ -155,9 +155,9 @@ def _cpu_type(dtype: Any) -> Any:
 
 
 def _deserialize(storage: Any, location: str) -> Any:
-    """Load checkpoints that were saved on GPUs, or are to go there, onto the CPU.
+    """Load a checkpoint that was saved on GPUs, or is to go there, onto the CPU.
 
-    ``map_location`` may ask for that in any form.
+    ``map_location`` may ask for a GPU in any form.
     """
     if not location.startswith("cuda"):
         return None
@@ -171,13 +171,13 @@ def _deserialize(storage: Any, location: str) -> Any:
     return storage
 
 
-_BEFORE_TORCHS_OWN = 5  # torch's deserialiser for the CPU has 10, for CUDA 20
+_BEFORE_TORCHS_OWN = 5  # torch's deserializer for the CPU has priority 10, for CUDA 20
 
 
 def _whole_forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-    """Compute at once what ``nn.DataParallel`` computes in one process.
+    """Compute in one process what ``nn.DataParallel`` computes.
 
-    In a run of several ranks ``adopt`` replaces it.
+    In a run of several ranks ``adopt`` replaces this.
     """
     return self.module(*inputs, **kwargs)
 
@@ -186,8 +186,8 @@ def install() -> None:
     """Replace the functions that move tensors, storages and modules, and that load them."""
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
     replace_all(torch.Tensor, {name: overridable(new) for name, new in TENSOR.items()})
-    # The only table of these methods that torch makes at import: the methods that a parameter
-    # without a shape has.
+    # torch makes only this table of such methods at import: the methods of a parameter without a
+    # shape.
     tables: Any = nn.UninitializedParameter
     tables._allowed_methods += [torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu]
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)
