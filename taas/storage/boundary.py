@@ -1,8 +1,8 @@
-"""Where the project begins and ends, and what a rank that meets its wall is told.
+"""Where the project begins and ends, and the error for a rank that meets its wall.
 
 The rule holds for the project's directory tree with all links resolved. Beneath the project these
-stay writable: the run's ``--shared`` directories, what the rank itself needs (its scratch, its
-output files), and directories that never have project files, even when the project is a home
+stay writable: the run's ``--shared`` directories; what the rank itself needs (its scratch, its
+output files); and directories that never have project files, even if the project is a home
 directory or ``/``: caches, temporary and device directories.
 """
 
@@ -72,9 +72,9 @@ def clock_of(folder: str) -> int:
 
 
 def changed_since(path: str, since_ns: int) -> bool:
-    """Return whether a file, folder or link was changed after a time of :func:`clock_of`.
+    """Return whether a file, folder or link was certainly changed after a time of :func:`clock_of`.
 
-    False means that it perhaps was not.
+    False means that it was perhaps not changed.
     """
     try:
         return posix.lstat(path).st_ctime_ns > since_ns
@@ -104,7 +104,7 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
     They are absolute, or relative to the project.
 
     Raises:
-        OSError: the project is not there, or a shared directory cannot be made.
+        OSError: the project does not exist, or a shared directory cannot be made.
     """
     root = os.path.realpath(project, strict=True)
     places = [os.path.join(root, path) for path in shared]
@@ -116,7 +116,7 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
         {os.path.realpath(path) for path in wanted if os.path.lexists(path)}, key=len
     ):
         beneath = resolve_beneath(real, root)
-        # A writable place that is the project itself would undo the rule.
+        # If the project itself were a writable place, the rule would be void.
         if beneath not in (None, ".") and all(
             resolve_beneath(real, other) is None for other in inside
         ):
@@ -131,8 +131,8 @@ def _nobodys(root: str) -> list[str]:
     caches += [f"{home}/{name}" for name in HOME_CACHES]
     for cache in caches:
         # It is made now, because the wall keeps C code from making it later. Python's own writes
-        # would be diverted, and C code would not find what they wrote, such as a module that
-        # Triton compiles.
+        # would be diverted, and C code would not find the results, such as a module that Triton
+        # compiles.
         if resolve_beneath(os.path.realpath(cache), root) is not None:
             with contextlib.suppress(OSError):
                 Path(cache).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
         except (
             OSError,
             RuntimeError,
-        ) as error:  # too long, a loop of links, a folder that may not be entered
+        ) as error:  # too long, a loop of links, or a folder that may not be entered
             why = getattr(error, "strerror", None) or first_line(error)
             raise HeaderError(refusal(f"{fact}: {why}", "type --shared checkpoints")) from None
         if not may_be_made:
@@ -182,7 +182,8 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
 def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
     """Make the shared directories that do not exist; return a line for the user for each.
 
-    Raises a HeaderError if one cannot be made.
+    Raises:
+        HeaderError: one cannot be made.
     """
     said = []
     for place in missing_shared(project, shared):
@@ -200,7 +201,7 @@ def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
 # ---------------------------------------------------------------- what a rank is told
 
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
-# What libraries in C and programs say when they meet the wall: glibc, HDF5, Rust, SQLite.
+# Messages of C libraries and programs that meet the wall: glibc, HDF5, Rust, SQLite.
 # Landlock's errno has many causes, so its words must end the line.
 _READ_ONLY = (
     r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database"
@@ -211,7 +212,7 @@ LANDLOCK_SAID = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
 )
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
-"""Python 3.13 and later colours tracebacks if the kernel's environment asks for it."""
+"""Matches colours: Python 3.13 and later colours tracebacks if the kernel's environment says so."""
 _ABSOLUTE = re.compile(r"""/[^\s:'"\u2018\u2019]+""")
 _NAMED = re.compile(r"""name = '([^']+)'|["']([^"']*/[^"']*)["']""")
 
@@ -230,7 +231,7 @@ class Denial:
         return StorageDenied(errno.EROFS, self.text(path, why))
 
     def text(self, path: str, why: str = "") -> str:
-        """Return the words of that error."""
+        """Return the text of that error."""
         outside = "write outside the project, or give the directory as --shared"
         step = outside if self.mode == "discard" else "or take --rank-writes discard or --shared"
         return (
@@ -250,13 +251,13 @@ class Denial:
         )
 
     def explain(self, error: BaseException) -> str | None:
-        """Explain an error that the wall caused in C code or a child; None for others."""
+        """Explain an error that the wall caused in C code or a child; return None for others."""
         seen: set[int] = set()
         link: BaseException | None = error
         while link is not None and id(link) not in seen:
             seen.add(id(link))
             if isinstance(link, StorageDenied):
-                return None  # it speaks for itself
+                return None  # its text needs no explanation
             named = self._project_path(link)
             text = text_of(link)
             reason = (
@@ -271,7 +272,8 @@ class Denial:
                         c if isinstance(c, str) else c.decode(errors="replace") for c in captured
                     )
                 )
-            # An OSError of a kind that has other causes has named its path above, if that path is
+            # An OSError whose kind has other causes has named its path above, if that is the
+            # project's.
             # the project's.
             if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
                 return "If this is about the project: " + self.text("it", reason)
@@ -279,7 +281,7 @@ class Denial:
         return None
 
     def explain_output(self, output: str) -> str | None:
-        """Explain what a program printed because of the wall; None for other output."""
+        """Explain output of a program that met the wall; return None for other output."""
         output = _COLORS.sub("", output)
         for line in output.splitlines() if self.said.search(output) else ():
             if self.said.search(line) and self._may_be_of_project(line):
@@ -292,7 +294,7 @@ class Denial:
 
     def _may_be_of_project(self, line: str) -> bool:
         """Return whether a line names a path of the project, or no path at all."""
-        named = _ABSOLUTE.findall(line.partition(":")[2])  # before the colon is the program
+        named = _ABSOLUTE.findall(line.partition(":")[2])  # the program is named before the colon
         return not named or any(
             self.boundary.relative(os.path.realpath(path)) is not None for path in named
         )
@@ -300,7 +302,7 @@ class Denial:
     def _project_path(self, error: BaseException) -> str | None:
         """Return the project path that the wall refused, if the error names it.
 
-        An attribute of the error names it, or its text.
+        An attribute of the error names it, or the error's text.
         """
         text, code, found = text_of(error), errno.EROFS, list[str]()
         if isinstance(error, OSError):

@@ -1,22 +1,23 @@
-"""The project files that ranks other than 0 wrote: where they lie, and what becomes of them.
+"""The project files that ranks other than 0 wrote: where they are, and what happens to them.
 
-Each start of a run has a folder of its own for it, within the run's::
+Each start of a run has a folder of its own for them, within the run's::
 
-    writes/since          when the start began, by the clock of the project's file system;
-                          it is removed when the start is sorted
-    writes/rank<k>/tree/  the files of a rank (storage/table.py)
+    writes/since            when the start began, by the clock of the project's file system;
+                            it is removed when the start is sorted
+    writes/rank<k>/tree/    the files of a rank (storage/table.py)
 
-At the end ``sort`` puts files that belong to rank 0's saves into these (``saves``), and removes the
+At the end, ``sort`` puts files that belong to rank 0's saves into these (``saves``). It removes the
 files that rank 0 wrote, too, in this start or a later one: those that changed in the project since
 then (by ``ctime``, which no program can set back, so that rank 0 need not be observed). All other
 files stay, also those in doubt. Files of rank 0 here are those that found no place in the project
-(project_sync/applier.py); they stay as well. ``recover`` copies what stays; it is removed with the
-run's folder (runs/records.py).
+(project_sync/applier.py); they stay as well. ``recover`` copies the files that stay; they are
+removed with the run's folder (runs/records.py).
 
-A checkpoint with a file of each rank is completed earlier. ``torch.distributed.checkpoint`` has
-every rank write its part; then rank 0 writes the list of them (``finish``). Ranks of this VM have
-written theirs to their scratch, and rank 0, which writes the project, moves them: the checkpoint is
-complete, and can be loaded in the same cell. Rank 0 cannot reach what ranks of other VMs wrote.
+A checkpoint with a file of each rank is completed earlier. In ``torch.distributed.checkpoint``
+every rank writes its part; then rank 0 writes the list of the parts (``finish``). Ranks of this VM
+have written theirs to their scratch, and rank 0, which writes the project, moves them: the
+checkpoint is complete, and can be loaded in the same cell. Rank 0 cannot reach the parts of other
+VMs' ranks.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ _SINCE = "since"
 def make_writes(folder: Path, project: str) -> int:
     """Make the folder of a start that begins now.
 
-    Returns the time by the clock of the project's file system.
-
-    Whatever changes there from now on was changed by rank 0.
+    Return the time by the clock of the project's file system. Rank 0 makes every later change
+    there.
 
     Raises:
         OSError: there is no room for it.
@@ -63,9 +63,9 @@ def make_writes(folder: Path, project: str) -> int:
 def kept_versions(folders: Iterable[Path], project: str) -> Versions:
     """Find the files that only ranks other than 0 wrote.
 
-    Also files of rank 0 elsewhere which the user changed here meanwhile.
+    Files that rank 0 wrote elsewhere count, too, if the user has changed them here meanwhile.
 
-    ``folders`` belong to the starts of a run, in their order; of two versions of one rank the later
+    ``folders`` belong to the starts of a run, in order. Of two versions of one rank, the later
     start's counts.
     """
     found: Versions = {}
@@ -78,15 +78,16 @@ def kept_versions(folders: Iterable[Path], project: str) -> Versions:
 
 
 def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) -> list[str]:
-    """Remove the ranks' files that rank 0 wrote, too; return what the cell says about the others.
+    """Remove the ranks' files that rank 0 wrote, too; return lines for the cell about the others.
 
     Twice is harmless.
 
     Args:
-        folders: those of the run's starts, from :func:`make_writes`, in their order.
+        folders: those of the run's starts, from :func:`make_writes`, in order.
         project: the notebook's folder.
         run: the run's name.
-        over: the run does not start again, so what is left is kept, even if the project changes.
+        over: the run does not start again, so the remaining files are kept, even if the project
+            changes.
     """
     try:
         put = _put_into_saves(folders, project)
@@ -113,10 +114,10 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
 def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
     """Put files that only other ranks wrote into the saves of rank 0 that they belong to.
 
-    Returns the lowest rank that wrote each file, by path.
+    Return the lowest rank that wrote each file, by path.
 
-    If ranks wrote different versions of a path, it is not known which one belongs to the save;
-    these are kept.
+    If ranks wrote different versions of a path, it is not known which one belongs to the save; all
+    of them are kept.
     """
     put: dict[str, int] = {}
     begun = {folder: _begun(folder) for folder in folders}
@@ -127,7 +128,7 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
         if rank == 0 or not is_of_save(project, path, since_ns):
             continue
         if all(_are_same(source, versions[other]) for other in others):
-            # If there is no room, or a folder stands there, it is kept, and the cell says so.
+            # If there is no room, or a folder is there, the file is kept, and the cell says so.
             with contextlib.suppress(OSError):
                 _put(source, Path(project, path))
                 put[path] = rank
@@ -135,11 +136,11 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
 
 
 def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
-    """Copy what was kept into the run's project; return the paths written there.
+    """Copy the kept files into the run's project; return the paths written there.
 
-    If several ranks kept different versions of a path, the lowest rank's gets the path, and the
-    others stand beside it as ``<path>.rank<k>``. Files that the project has already are left out,
-    so that it can be called again.
+    If several ranks have different versions of a path, the lowest rank's gets the path, and the
+    others are put beside it as ``<path>.rank<k>``. Files that the project has already are left out,
+    so this can be called again.
 
     Raises:
         HeaderError: the project is gone, a path exists in it and ``overwrite`` is False, and
@@ -180,7 +181,7 @@ def _put(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".taas-part-{target.name[:200]}")
     try:
-        partial.unlink(missing_ok=True)  # one that a killed process left
+        partial.unlink(missing_ok=True)  # a killed process may have left one
         shutil.copy2(source, partial, follow_symlinks=False)
         partial.replace(target)
     finally:
@@ -197,7 +198,7 @@ def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
 
 
 def _are_same(one: Path, other: Path) -> bool:
-    """Return whether two are links to the same target, or files with the same content."""
+    """Return whether these are links to the same target, or files with the same content."""
     if one.is_symlink() or other.is_symlink():
         return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
     return one.exists() and other.exists() and filecmp.cmp(one, other, shallow=False)
@@ -206,7 +207,7 @@ def _are_same(one: Path, other: Path) -> bool:
 def _begun(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int((folder / _SINCE).read_text())
-    return NEVER  # it was sorted, so everything there was kept
+    return NEVER  # it was sorted, so all files there are kept
 
 
 def _written(folder: Path) -> list[tuple[int, str, Path]]:

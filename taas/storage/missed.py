@@ -1,9 +1,9 @@
-"""Explains errors of C code and programs that do not find what this rank wrote.
+"""Explains errors of C code and programs that do not find a file that this rank wrote.
 
-A rank other than 0 writes to its scratch with Python's own functions, and only these find the files
-there. C code and programs see the project as rank 0 has left it. A library in C that writes into a
-folder which this rank has made finds no folder (ENOENT) instead of the wall (EROFS); one that reads
-a file of this rank finds no file. Both errors get the same explanation.
+A rank other than 0 writes to its scratch through Python's own functions, and only these find the
+files there. C code and programs see the project as rank 0 has left it. A C library that writes into
+a folder which this rank has made finds no folder (ENOENT) and so does not meet the wall (EROFS);
+one that reads a file of this rank finds no file. Both errors get the same explanation.
 """
 
 # Plain strings, as in the table.
@@ -28,17 +28,17 @@ _NOT_THERE = re.compile(
     re.IGNORECASE,
 )
 _MOST = 5000
-"""At most so many of the rank's own files and folders are searched for in a text."""
+"""The most files and folders of the rank that are searched for in a text."""
 
 
 def explain_missing(error: BaseException, table: Table, denial: Denial) -> str | None:
     """Explain an error about a file or folder that this rank has and C code does not find.
 
-    Returns None for other errors.
+    Return None for other errors.
     """
     for link in _chain(error):
         if isinstance(link, StorageDenied):
-            return None  # it speaks for itself
+            return None  # its text needs no explanation
         text = text_of(link)
         if isinstance(link, subprocess.CalledProcessError):
             text = "\n".join(_decode(said) for said in (link.stderr, link.stdout))
@@ -65,7 +65,7 @@ def _decode(said: str | bytes | None) -> str:
 
 
 def _missed_by_python(error: BaseException, table: Table) -> bool:
-    """Return whether Python's functions missed the file, too; then it is nowhere."""
+    """Return whether Python's functions missed the file, too; then it does not exist."""
     named = error.filename if isinstance(error, OSError) else None
     if not isinstance(named, str | bytes):
         return False
@@ -86,7 +86,7 @@ def _own_places(table: Table) -> Iterator[str]:
 def _named_in(text: str, table: Table) -> str:
     """Return the longest of these paths that a text names, or an empty text.
 
-    A path is also named by one beneath it.
+    A path beneath it names it, too.
     """
     places = sorted(itertools.islice(_own_places(table), _MOST), key=len, reverse=True)
     return next((place for place in places if _names(text, place)), "")

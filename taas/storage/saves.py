@@ -1,18 +1,18 @@
 """Makes files that only other ranks wrote part of a save that rank 0 makes.
 
 Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, and each other
-rank writes its ``rng_state_1.pth`` beside it. Those files lie in the ranks' scratches
+rank writes its ``rng_state_1.pth`` beside it. Those files are in the ranks' scratches
 (``diversion``). At the end of the run they are put beside rank 0's (``kept.sort``). Until then rank
 0 finds them there: a call about a path that the project lacks gets the other rank's file. This
 holds for files only, because a directory that the project lacks has to be made before anything is
-written into it. When rank 0 moves or removes a directory, the other ranks' files in it move or go
-with it; rank 0 may also move or remove such a file itself.
+written into it. When rank 0 moves or removes a directory, the other ranks' files in it are moved or
+removed with it; rank 0 may also move or remove such a file itself.
 
 A directory belongs to a save if rank 0 made it, or wrote into it, during the run. The project's own
 folder never does: it has the notebook, and people change other files in it during a run.
 """
 
-# These are calls of posix, since the functions here replace those of os in rank 0.
+# These are calls of posix, because the functions here replace those of os in rank 0.
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from taas.storage.table import TREE, without_links
 
 _Call = Callable[..., Any]
 _NATIVE: dict[str, _Call] = {"rmtree": shutil.rmtree}
-"""The original function; the module's own name for it is replaced, too."""
+"""The original functions; the module's own names for them are replaced, too."""
 
 
 def is_of_save(project: str, path: str, since_ns: int) -> bool:
-    """Return whether a path of the project belongs to a directory that rank 0 made or wrote.
+    """Return whether a path of the project belongs to a directory that rank 0 made or wrote to.
 
     That is the nearest existing directory above it; other ranks have made those below. Only changes
     after ``since_ns`` count.
@@ -50,7 +50,7 @@ def is_of_save(project: str, path: str, since_ns: int) -> bool:
 
 
 def topmost_made(project: str, folder: str, since_ns: int) -> str:
-    """Return the topmost directory above a folder that the run made or wrote.
+    """Return the topmost directory above a folder that the run made or wrote to.
 
     If none is known, return the folder itself.
     """
@@ -85,14 +85,14 @@ def _is_written(folder: str, since_ns: int) -> bool:
 
 
 class OtherRanksFiles:
-    """Finds files for rank 0 that other ranks of this VM have written into its saves."""
+    """Finds, for rank 0, files that other ranks of this VM have written into its saves."""
 
     def __init__(self, project: str, run_scratch: Path, since_ns: int) -> None:
         self._project = os.path.realpath(project)
         self.begin_run(run_scratch, since_ns)
 
     def begin_run(self, run_scratch: Path, since_ns: int) -> None:
-        """Set the scratch and the time of another run that begins."""
+        """Set the scratch and the start time of the next run."""
         self._scratch, self._since_ns = str(run_scratch), since_ns
 
     def find(self, path: Any) -> str | None:
@@ -103,7 +103,8 @@ class OtherRanksFiles:
         for tree in self._trees():
             found = f"{tree}/{inside}"
             if _is_file(found):
-                # This question comes last, because it may take a look at each entry of a directory,
+                # This check comes last: it may look at each entry of a directory, and programs ask
+                # about missing files again and again (caches).
                 # and programs ask about missing files again and again (caches).
                 return found if is_of_save(self._project, inside, self._since_ns) else None
         return None
@@ -124,7 +125,7 @@ class OtherRanksFiles:
                 posix.rename(old, new)
 
     def _inside(self, path: Any) -> str | None:
-        """Return a path relative to the project; None if it is elsewhere, or no path."""
+        """Return a path relative to the project; None if it is elsewhere, or not a path."""
         if isinstance(path, int) or path is None:
             return None
         text = os.fsdecode(path)
@@ -187,7 +188,7 @@ def _accessible(native: _Call, others: OtherRanksFiles) -> _Call:
 
 
 def _opener(others: OtherRanksFiles) -> _Call:
-    """Return an ``open`` that finds other ranks' files; they keep the name that was asked for."""
+    """Return an ``open`` that finds other ranks' files; they keep the requested name."""
     native: _Call = _io.open
 
     @functools.wraps(native)
@@ -208,7 +209,7 @@ def _removing(native: _Call, others: OtherRanksFiles) -> _Call:
     @functools.wraps(native)
     def rmtree(path: Any, *rest: Any, **options: Any) -> None:
         native(path, *rest, **options)
-        # With ignore_errors the directory may still be there.
+        # With ignore_errors the directory may still exist.
         if options.get("dir_fd") is None and not _is_there(path):
             others.remove_tree(path)
 

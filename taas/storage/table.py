@@ -1,10 +1,11 @@
-"""What one rank sees of the project: its own files first, then the live ones.
+"""One rank's view of the project: its own files first, then the live ones.
 
 The rank's own version of <project>/a/b is <scratch>/tree/a/b, and its forked workers see it, too.
-Only the process itself knows what it has removed. Nothing is cached about the project, so that what
-rank 0 saves is seen at once. Of two versions of a file the newer one is seen, unless a process is
-writing rank 0's at this moment; then this rank's own complete one is seen. The project's file
-system may be on another machine with another clock; their difference is taken into account.
+Only the process itself knows what it has removed. Nothing about the project is cached, so the view
+shows at once what rank 0 saves. Of two versions of a file the view shows the newer one, unless a
+process is writing rank 0's at this moment; then it shows this rank's own complete one. The
+project's file system may be on another machine with another clock; the view allows for the
+difference.
 
 Functions of ``os`` are diverted when this runs, so they are called only for paths in the scratch.
 """
@@ -30,13 +31,13 @@ from taas.storage.boundary import NEVER, Boundary, changed_since, clock_of, join
 TREE = "tree"
 _MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
 _SKEW = 10**8
-"""The clocks of two file systems of one machine differ by fewer nanoseconds than this: each ticks,
-some more often than others.
+"""The clocks of two file systems of one machine differ by fewer nanoseconds than this, because some
+tick more often than others.
 """
 
 
 class Seen(NamedTuple):
-    """What stands at a place: its real path, its lstat, and whether it is this rank's own."""
+    """The entry at a place: its real path, its lstat, and whether it is this rank's own."""
 
     path: str
     status: os.stat_result
@@ -49,7 +50,7 @@ class Seen(NamedTuple):
 
 
 class Table:
-    """The view of one rank, made before its wall stands.
+    """The view of one rank, made before its wall is raised.
 
     A *place* is a path relative to the project; "." is the project.
 
@@ -63,7 +64,7 @@ class Table:
         self.begin_run(scratch, since_ns)
 
     def begin_run(self, scratch: str, since_ns: int) -> None:
-        """Set the scratch for another run that begins; the rank's writes go there from now on."""
+        """Set the scratch for the next run; the rank's writes go there from now on."""
         self._since_ns = since_ns
         self._scratch = os.path.realpath(scratch)
         self._tree = f"{self._scratch}/{TREE}"
@@ -81,11 +82,11 @@ class Table:
         return bool(self._gone) or _lstat(self._tree) is not None
 
     def own(self, place: str) -> str:
-        """Return where this rank's version of a place is, or would be."""
+        """Return the path that this rank's version of a place has, or would have."""
         return join(self._tree, place)
 
     def live(self, place: str) -> str:
-        """Return where the project's version of a place is, or would be."""
+        """Return the path that the project's version of a place has, or would have."""
         return join(self.boundary.project, place)
 
     def is_only_own(self, place: str) -> bool:
@@ -94,7 +95,7 @@ class Table:
         return own is not None and live is None
 
     def see(self, place: str) -> Seen | None:
-        """Return what stands at a place in this rank's view, without following links."""
+        """Return the entry at a place in this rank's view, without following links."""
         own, live = self._both(place)
         if own is None or live is None:
             return own or live
@@ -121,11 +122,10 @@ class Table:
         return latest
 
     def is_rank_0s(self, place: str, seen: Seen | None) -> bool:
-        """Return whether rank 0 may have put there what is seen, or removed what is missing.
+        """Return whether rank 0 may have made what is seen, or removed what is missing.
 
-        Only what it did since the run began counts.
-
-        Then this rank, which does the same a moment later, does not fail because of it.
+        Only what rank 0 did since the run began counts. This rank does the same a moment later, and
+        so does not fail because rank 0 was first.
         """
         if seen is not None:
             return not seen.own and seen.status.st_ctime_ns > self._since_ns
@@ -150,7 +150,7 @@ class Table:
         return bool(self._gone) or _lstat(self.own(place)) is not None
 
     def locate(self, path: str, *, follow: bool = True) -> str | None:
-        """Return the place that a call's path leads to, or None if the rule does not hold there."""
+        """Return the place to which a call's path leads; None if the rule does not hold there."""
         if not path:
             return None  # the system's error for an empty path is ENOENT
         if not path.startswith("/"):
@@ -158,9 +158,9 @@ class Table:
         return self.boundary.relative(without_links(path, follow=follow))
 
     def outward(self, path: str) -> str:
-        """Return the project path that a path in this rank's tree stands for.
+        """Return the project path for which a path in this rank's tree stands.
 
-        Other paths stay as they are.
+        Other paths stay unchanged.
         """
         inside = resolve_beneath(path, self._tree)
         return path if inside is None else self.live(inside)
@@ -168,7 +168,7 @@ class Table:
     # changing the view ----------------------------------------------------------------------------
 
     def claim(self, place: str) -> str:
-        """Make the directories above a place in this rank's tree, and return its path there.
+        """Make the directories above a place in this rank's tree; return the place's path there.
 
         The view must have these directories.
         """
@@ -238,7 +238,7 @@ def without_links(path: str, *, follow: bool) -> str:
         candidate = f"{current}/{name}"
         try:
             target = posix.readlink(candidate) if todo or follow else None
-        except OSError:  # no link, or not there
+        except OSError:  # not a link, or missing
             target = None
         if target is None:
             current = candidate
@@ -270,7 +270,7 @@ def _below(place: str, name: str) -> str:
 def _being_written(path: str) -> bool:
     """Return whether a process has the file open for writing.
 
-    Then the kernel grants no read lease (fcntl(2)).
+    If one has, the kernel grants no read lease (fcntl(2)).
     """
     try:
         descriptor = posix.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

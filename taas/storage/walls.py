@@ -6,12 +6,12 @@
   need capabilities that the rank has given up, and the existing block devices are closed. An
   ordinary user gets the right to mount from a user namespace, and gives up all its capabilities
   afterwards.
-* Landlock, where namespaces are refused.
-* None, if the kernel offers nothing: diverting Python's own calls guards against accidents, and the
-  cell says so.
+* Landlock, if namespaces are refused.
+* None, if the kernel offers neither: the diversion of Python's own calls guards against accidents,
+  and the cell says so.
 
 Each function raises one wall around this single-threaded process, and all that it will start, and
-returns in words how it did. ``verdicts`` tries each wall in a process of its own
+returns a description of the wall. ``verdicts`` tries each wall in a process of its own
 (``python -m taas.storage.walls MECHANISM PROJECT``).
 """
 
@@ -60,8 +60,8 @@ LIMITS = {
 
 # ---------------------------------------------------------------- the mount namespace
 
-# Root keeps the capabilities that it has in an ordinary container, except for these: with each of
-# them a process could write past the mount.
+# Root keeps the capabilities that it has in an ordinary container, except these: with any of them a
+# process could write past the mount.
 _WAYS_ROUND = (
     _linux.CAP_SYS_ADMIN,  # mount, umount, setns
     _linux.CAP_SYS_PTRACE,  # /proc/<pid>/root and memory of processes outside
@@ -84,8 +84,8 @@ def _raise_mount(boundary: Boundary) -> str:
         with _linux.still_seen(boundary.open):
             _linux.mount(project, project, _linux.MS_BIND | _linux.MS_REC)
             if project == "/":
-                # Absolute paths begin at this process's root, which lies below the new mount; ".."
-                # of the root leads to the mount.
+                # Absolute paths begin at this process's root, which is below the new mount; ".." of
+                # the root leads to the mount.
                 os.chdir("/..")
                 os.chroot(".")
             try:
@@ -105,9 +105,7 @@ def _raise_mount(boundary: Boundary) -> str:
 
 
 def _writable_disks() -> list[str]:
-    """Return the block devices in /dev that this user may write.
-
-    Those are root's, or those of a member of the group ``disk``.
+    """Return the block devices in /dev that this user may write: root, and the group ``disk``.
 
     A write to the device of the project's disk bypasses mounts and file systems.
     """
@@ -117,7 +115,7 @@ def _writable_disks() -> list[str]:
             for entry in entries:
                 try:
                     mode = entry.stat(follow_symlinks=False).st_mode
-                except OSError:  # it is gone, and says nothing about the entries after it
+                except OSError:  # it is gone; the entries after it may still exist
                     continue
                 if stat.S_ISDIR(mode):
                     folders.append(entry.path)
@@ -130,7 +128,7 @@ def _writable_disks() -> list[str]:
 #
 # Landlock only grants. To deny one folder, everything else is granted: each entry of each of the
 # project's parent directories. Hence its limits: entries that appear directly in a parent later
-# cannot be written, and Landlock knows no rights for metadata. Source: landlock(7).
+# cannot be written, and Landlock has no rights for metadata. Source: landlock(7).
 
 _NUMBERS = {"create_ruleset": 444, "add_rule": 445, "restrict_self": 446}
 _VERSION, _PATH_BENEATH = 1, 1
@@ -151,7 +149,7 @@ def _call(name: str, *arguments: object) -> int:
 def _raise_landlock(boundary: Boundary) -> str:
     """Restrict this process, and all it will start, to writing outside the project.
 
-    Returns Landlock's version.
+    Return Landlock's version.
     """
     version = _call("create_ruleset", None, 0, _VERSION)
     rights = _WRITE_FILE | _REMOVE_AND_MAKE
@@ -174,7 +172,7 @@ def _free_entries(project: str) -> list[str]:
     """Return the entries of the project's parents that do not lead into it."""
     free, way = [], project
     for parent in map(str, PurePath(project).parents):
-        with contextlib.suppress(PermissionError):  # what cannot be listed stays denied
+        with contextlib.suppress(PermissionError):  # entries that cannot be listed stay denied
             free += [e.path for e in os.scandir(parent) if e.path != way and not e.is_symlink()]
         way = parent
     return free
@@ -184,7 +182,7 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return  # it is gone since it was listed, or this user may not open it
+        return  # it was removed since it was listed, or this user may not open it
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _WRITE_FILE | _TRUNCATE
@@ -199,7 +197,7 @@ WALLS: dict[str, Callable[[Boundary], str]] = {
     "landlock": _raise_landlock,
     NO_WALL: lambda _: "Python's own functions only",
 }
-"""The walls by mechanism. If one is refused, it raises an OSError whose text says by what."""
+"""The walls by mechanism. A refused one raises an OSError whose text says what refuses it."""
 
 # ---------------------------------------------------------------- which wall this machine gives
 
@@ -207,7 +205,7 @@ _SECONDS = 30
 
 
 def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
-    """Return lines about the wall that ranks get here: its limits, and refused stronger walls."""
+    """Return lines about the wall that ranks get here: its limits, and stronger walls refused."""
     refused: list[str] = []
     for mechanism in mechanisms:
         with tempfile.TemporaryDirectory() as project:
@@ -228,7 +226,7 @@ def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
 def _main(mechanism: str, project: str) -> int:
     """Raise a wall, and try to write past it in Python and from a shell.
 
-    The last line that is printed is the verdict.
+    The last line that it prints is the verdict.
     """
     try:
         how = WALLS[mechanism](draw(project, (), ()))
