@@ -4,11 +4,11 @@
 ``applier`` makes an archive's changes to a folder, whole and without overwriting the user's work.
 ``files_on_demand`` brings files that did not travel when a process opens them.
 
-This module makes the copy on a VM stand at the project's own path, for a rank and all it starts.
-The best way is a mount namespace of the rank, in which the copy is mounted at the path: no other
-process on the VM sees it, and nothing of it is left. If that is refused (most containers refuse
-it), the rank works in the copy where it lies: relative paths and imports hold, absolute paths
-don't, and the cell says so.
+This module puts the copy on a VM at the project's own path, for a rank and all it starts. The best
+way is a mount namespace of the rank, in which the copy is mounted at the path: no other process on
+the VM sees it, and it leaves nothing behind. If that is refused (most containers refuse it), the
+rank works in the copy's own folder: relative paths and imports work, absolute paths don't, and the
+cell says so.
 
 Some directories of the VM beneath that path stay visible: Python's own installation, if the project
 is a home directory, and caches, so that a model is downloaded once.
@@ -31,7 +31,7 @@ _CACHES = (*HOME_CACHES, ".local", ".conda")
 
 
 def kept_places(project: str, own: str = "") -> list[str]:
-    """Return the VM's own directories beneath a project's path that its ranks go on seeing.
+    """Return the VM's own directories beneath a project's path that its ranks still see.
 
     ``own`` may be such a directory of taas.
     """
@@ -53,10 +53,7 @@ def kept_places(project: str, own: str = "") -> list[str]:
 
 
 def make_places(replica: str, project: str) -> list[str]:
-    """Make the directories in a copy over which :func:`kept_places` are mounted.
-
-    Returns these places.
-    """
+    """Make the directories in a copy over which :func:`kept_places` are mounted; return them."""
     places = kept_places(project, str(Path(replica).parent))
     for place in places:
         inside = resolve_beneath(place, project)
@@ -68,15 +65,15 @@ def make_places(replica: str, project: str) -> list[str]:
 def enter_replica(replica: str, project: str, say: Callable[[str], object]) -> str:
     """Let this process, and all it will start, see a copy of the project at the project's path.
 
-    Returns where the project is.
+    Return where the project is.
 
-    The process has one thread. Its working directory and what it has open do not move.
+    The process has one thread. Its working directory and its open files do not move.
 
     Args:
         replica: the copy, in a folder of taas that stays visible at its own path; empty: there is
             none.
         project: the absolute path of a directory.
-        say: called with the reason if the copy cannot stand there; the process may be in a new
+        say: called with the reason if the copy cannot be put there; the process may be in a new
             namespace then.
     """
     if not replica:

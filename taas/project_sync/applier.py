@@ -1,14 +1,14 @@
 """Makes changes to a project: each file as a whole or not at all, and never over a user's work.
 
-What stood at a path is known from when the project was packed, or from this run's last change. If
-something else stands there now, the notebook's user has changed it meanwhile: it stays, and the
-run's version is put aside for ``%taas recover``, until a later version finds its place. (An editor
-that saves in the microseconds between this check and the change would lose.) A file that has the
-right content already is not replaced, so that programs which have it open keep it.
+The earlier content of a path is known from when the project was packed, or from this run's last
+change. If the path has another content now, the notebook's user has changed it meanwhile: it stays,
+and the run's version is put aside for ``%taas recover``, until a later version finds its place. (An
+editor that saves in the microseconds between this check and the change would lose.) A file that has
+the right content already is not replaced, so that programs which have it open keep it.
 
-A file that did not travel is another case: the VM had none, so that the run's file began empty
-there, be it a new checkpoint or a line added to a log. The run's file takes its place, as it would
-have here, and the old one stays beside it, since the new one may have nothing of it.
+A file that did not travel is another case: the VM had none, so the run's file began empty there,
+even if it is a log to which the run adds a line. The run's file takes its place, as it would have
+here. The old file stays beside it, because the new one may have nothing of it.
 """
 
 # Paths are bytes, relative to open directories.
@@ -35,12 +35,12 @@ class Applier:
 
     Args:
         root: the folder.
-        found: what stood there when it was packed, by path.
-        stayed: files that stood there, too, and did not travel.
+        found: by path, what was there when it was packed.
+        stayed: files that were there, too, and did not travel.
         run: name of the run, for the new names of such files.
         aside: a folder for files that find no place in the project; None: a notice says so.
 
-    ``notices`` has lines for the user, ``expected`` what should stand there: files that travelled
+    ``notices`` has lines for the user; ``expected`` has what should be there: files that travelled
     or were put there.
     """
 
@@ -59,21 +59,21 @@ class Applier:
 
     @property
     def known(self) -> dict[bytes, FileState]:
-        """Return what VMs may have: what stands there, and what was removed there meanwhile."""
+        """Return what VMs may have: the files that are there, and those removed meanwhile."""
         return {**self._found, **self.expected}
 
     @property
     def written(self) -> set[bytes]:
-        """Return the paths that were put there."""
+        """Return the paths of the files that were put there."""
         return {path for path, seen in self.expected.items() if seen != self._found.get(path)}
 
     def take(
         self, archive: int, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
     ) -> None:
-        """Make those changes of an archive that are ``allowed``; :attr:`notices` says what failed.
+        """Make the changes of an archive that are ``allowed``; :attr:`notices` says what failed.
 
         Raises:
-            Unreadable: it is no archive.
+            Unreadable: it is not an archive.
             OSError: the folder is gone.
         """
         with _directory(self._root) as root:
@@ -82,16 +82,16 @@ class Applier:
                     continue
                 try:
                     self._take(root, entry, data)
-                except (OSError, ValueError) as error:  # a ValueError: it is no path
+                except (OSError, ValueError) as error:  # a ValueError: it is not a path
                     why = getattr(error, "strerror", None) or error
-                    if entry.state is not None:  # else it was removed with its folder
+                    if entry.state is not None:  # otherwise it was removed with its folder
                         self.notices.append(f"{shown_path(entry.path)} did not come back: {why}")
 
     def _take(self, root: int, entry: ArchiveEntry, data: memoryview) -> None:
         comes = None if entry.bare else entry.state
         placed = comes is None or comes.kind == "directory"
         with (
-            # something else stands in its folder's place
+            # something else is in the place of its folder
             contextlib.suppress(NotADirectoryError, FileNotFoundError),
             _folder(root, entry.path, make=comes is not None) as folder,
         ):
@@ -111,7 +111,7 @@ class Applier:
             return True
         if state.kind == "directory":
             if stands is not None:
-                return True  # if it is no directory, the files that should be in it find no place
+                return True  # if it is not a directory, its files will find no place
             os.mkdir(name, state.mode & 0o777 | 0o700, dir_fd=folder)
         elif stands is not None and _is_same(entry, data, folder, stands):
             if state.kind == "file":  # its new ctime shows that the run wrote it
@@ -132,13 +132,13 @@ class Applier:
             _put(entry, data, folder)
 
     def _take_back(self, path: bytes) -> None:
-        """Remove what was put aside for a path.
+        """Remove the file that was put aside for a path.
 
-        A later version has found its place, or the run has none any more.
+        A later version has found its place, or the run no longer has the file.
         """
         if self._aside is not None:
             with (
-                contextlib.suppress(OSError),  # there is none
+                contextlib.suppress(OSError),  # none was put aside
                 _directory(self._aside) as aside,
                 _folder(aside, path, make=False) as folder,
             ):
@@ -147,7 +147,7 @@ class Applier:
     def _is_free(self, path: bytes, folder: int, stands: FileState | None) -> bool:
         """Return whether the run may write a path.
 
-        A file of the user's that had not travelled gets another name.
+        A file of the user's that had not travelled is renamed first.
         """
         if stands is None or (stands == self.expected.get(path) and stands.kind != "directory"):
             return True
@@ -159,7 +159,7 @@ class Applier:
             names = os.path.basename(path), os.path.basename(kept)
             os.link(*names, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError:
-            # The new name is taken, or the file is another user's, and may not have a second name.
+            # The new name is taken, or the file is another user's and may not get a second name.
             return False
         self.notices.append(
             f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where"
@@ -184,7 +184,7 @@ class Applier:
 def unpack(
     archive: int, folder: str, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
 ) -> list[str]:
-    """Unpack an archive into a folder of taas, over its content; return what failed, by lines."""
+    """Unpack an archive into a folder of taas, over its content; return a line for each failure."""
     applier = Applier(folder, dict(scan(os.fsencode(folder), lambda path, entry: False)))
     applier.take(archive, allowed)
     return applier.notices
@@ -192,7 +192,7 @@ def unpack(
 
 @contextlib.contextmanager
 def _directory(path: str | bytes | Path, within: int | None = None) -> Iterator[int]:
-    """Open a directory to which no link leads."""
+    """Open a directory to whose path no link leads."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         yield fd
@@ -220,7 +220,7 @@ def _folder(root: int, path: bytes, *, make: bool) -> Iterator[int]:
 
 
 def _look(folder: int, name: bytes) -> FileState | None:
-    """Return what stands at a name; None if nothing does."""
+    """Return the state of the entry with a name; None if there is none."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         target = os.readlink(name, dir_fd=folder) if stat.S_ISLNK(status.st_mode) else b""
@@ -238,7 +238,7 @@ def _unlink(path: bytes, folder: int) -> None:
 
 
 def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileState) -> bool:
-    """Return whether the file or link that should stand there does."""
+    """Return whether the file or link is already what it should be."""
     assert entry.state is not None
     if stands[:4] != entry.state[:4] or stands.kind != "file":
         return stands[:4] == entry.state[:4]

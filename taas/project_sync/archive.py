@@ -1,12 +1,12 @@
-"""A directory tree as it stands, and archives of what travels between hosts.
+"""The state of a directory tree, and archives of files that travel between hosts.
 
 The project's code and its small files travel to a VM: modules of any size, other files up to
 :data:`LARGE`, all together up to :data:`TOTAL`, modules first, then small files before large ones.
 Data belongs on a disk that all VMs see, or the cell downloads it. Version control, environments,
 caches and a notebook's checkpoints stay, because they can be made again.
 
-Files that were changed on a VM come back once they are closed. An archive is a file: entry after
-entry, each with the bytes of its file. Links are never followed.
+Files that were changed on a VM come back once they are closed. An archive is a file with one entry
+after the other, each with the bytes of its file. Links are never followed.
 """
 
 # Paths are bytes, relative to a tree's root.
@@ -29,9 +29,9 @@ from taas._linux import is_being_written
 from taas.wire.framing import MessageReader, Unreadable
 from taas.wording import shown_path
 
-LARGE = 8 << 20  # bytes up to which a file travels that is no module
-TOTAL = 64 << 20  # bytes of all files that travel
-ENTRIES = 100_000  # files and directories that are looked at
+LARGE = 8 << 20  # the most bytes of a file that travels and is not a module
+TOTAL = 64 << 20  # the most bytes of all files that travel
+ENTRIES = 100_000  # the most files and directories that are looked at
 
 _MODULES = (b".py", b".pyi", b".pyx", b".so")
 _STAY = frozenset(
@@ -39,18 +39,18 @@ _STAY = frozenset(
     b" .ruff_cache .tox .nox .cache .local .conda .ipython .jupyter".split()
 )
 _ENVIRONMENT = (b"pyvenv.cfg", b"conda-meta")
-_OWN = b".taas-"  # names of taas' own files begin so
-PART = _OWN + b"part-"  # names of files that are being written begin so
-_LEFT_SECONDS = 3600.0  # a part that did not change for so long has no writer any more
+_OWN = b".taas-"  # prefix of names of taas's own files
+PART = _OWN + b"part-"  # prefix of names of files that are being written
+_LEFT_SECONDS = 3600.0  # a part that did not change for that long has lost its writer
 _ORDER = {"directory": 0, "file": 1, "link": 2}  # links come after their possible targets
-_TICK_NS = 20_000_000  # a change so soon after another one may bear the same time
+_TICK_NS = 20_000_000  # two changes within this time may have the same time stamp
 _LENGTH, _PIECE = 4, 16 << 20
 
 
 class FileState(NamedTuple):
-    """What stands at a path.
+    """The state of the entry at a path.
 
-    Two equal states are the same thing, unchanged, because no program can set back ``changed_ns``.
+    Equal states are the same unchanged entry, because no program can set back ``changed_ns``.
     """
 
     kind: str  # file, directory, link, or other (a socket, a device)
@@ -79,14 +79,14 @@ class FileState(NamedTuple):
 
 
 Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
-"""Returns whether to leave out an entry, with all beneath it; its arguments are path and entry."""
+"""Tells whether to leave out an entry, with all beneath it; its arguments are path and entry."""
 
 
 def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
     """Yield everything beneath a directory, each directory before its entries.
 
     Entries nearest to the root come first. Entries that cannot be read, that disappear meanwhile,
-    or that are taas' own are skipped; a part that a killed process has left is removed.
+    or that are taas's own are skipped; a part that a killed process has left is removed.
     """
     folders = [b""]
     for folder in folders:
@@ -117,10 +117,10 @@ def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
 
 
 class ArchiveEntry(msgspec.Struct, frozen=True):
-    """What stands at a path now; the bytes of a file follow."""
+    """The present state at a path; the bytes of a file follow."""
 
     path: bytes
-    # None: it is gone; entries for what was beneath a directory come before it
+    # None: it is gone; entries for its content come before it
     state: FileState | None = None
     bare: bool = False  # no bytes follow: a host with another version of the file removes it
 
@@ -133,7 +133,7 @@ def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
     """Read an archive: its entries, each with its bytes, which are valid until the next one.
 
     Raises:
-        Unreadable: it is no archive, or is cut off.
+        Unreadable: it is not an archive, or is cut off.
     """
     size, offset = os.fstat(fd).st_size, 0
     if not size:
@@ -205,13 +205,13 @@ def _add_all(
 
     Only paths in ``tell`` are added; ``told`` receives those that were.
 
-    Removals come last, so that of two checkpoints one exists at any time. Removals of what is in
-    the way of something else come first.
+    Removals come last, so that of two checkpoints one exists at any time; but removals of what is
+    in another entry's way come first.
     """
     gone = [
         path for path, was in known.items() if path not in found or found[path].kind != was.kind
     ]
-    gone.sort(reverse=True)  # what is in a directory before it
+    gone.sort(reverse=True)  # the content of a directory before the directory
     turned = {path for path in gone if path in found}
     first = {path for path in gone if path in turned or _beneath(path, turned)}
     for path in [path for path in gone if path in first]:
@@ -239,7 +239,7 @@ class Archive(NamedTuple):
     """A packed project."""
 
     fd: int  # a memory file; the caller closes it
-    found: dict[bytes, FileState]  # what travels, as it stood when the project was packed
+    found: dict[bytes, FileState]  # the files that travel, as they were when the project was packed
     # files that do not travel: too large, unreadable, or being written at that time
     stayed: dict[bytes, FileState]
     # False if the project has more than ENTRIES files, and the others were not looked at
@@ -247,7 +247,7 @@ class Archive(NamedTuple):
 
 
 def stays_home(path: bytes, entry: os.DirEntry[bytes]) -> bool:
-    """Return whether an entry, with all beneath it, does not travel: no file of the project."""
+    """Return whether an entry, with all beneath it, is not part of the project and so stays."""
     del path
     environment = entry.is_dir(follow_symlinks=False) and any(
         os.path.lexists(os.path.join(entry.path, mark)) for mark in _ENVIRONMENT
@@ -263,12 +263,12 @@ def pack(
     always: Collection[bytes] = (),
     known: Mapping[bytes, FileState] | None = None,
 ) -> Archive:
-    """Pack a project as it stands.
+    """Pack a project in its present state.
 
     Paths in ``always`` travel whatever their size, beside those within the limits.
 
-    ``known`` is what VMs have already, in the state that it had here then: of this, files that are
-    too large do not travel again, and those that have changed are removed there.
+    ``known`` has the files that VMs have already, with the state that they had here then. Of these,
+    files that are too large do not travel again, and those that have changed are removed there.
 
     Raises:
         OSError: the directory cannot be read, or there is no memory for it.
@@ -287,7 +287,7 @@ def pack(
         for _ in _add_all(fd, root, known, stands, tell, told, closed=False):
             pass
         stayed = {path: found[path] for path in files if path not in told and path not in had}
-        # files that stayed may come when a process opens them (files_on_demand)
+        # files that stayed may travel later, when a process opens them (files_on_demand)
         for path, seen in (had | stayed).items():
             _add(fd, ArchiveEntry(path, seen, bare=True))
     except BaseException:
@@ -312,7 +312,7 @@ def _choose(
 
 
 class Changes:
-    """The changes in a folder after this moment, packed whenever its owner asks.
+    """The changes in a folder from now on, packed whenever its owner asks.
 
     With ``afresh`` everything in it counts as changed.
 
@@ -326,13 +326,13 @@ class Changes:
         self.unsent: list[str] = []
 
     def know(self, came: Mapping[bytes, FileState]) -> None:
-        """Take in files that came into the folder from elsewhere since then."""
+        """Take in files that have come into the folder from elsewhere."""
         self._known |= came
 
     def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
         """Write the changes since the last look into an empty file, in steps of bounded size.
 
-        ``last``: also files that are open.
+        ``last``: pack open files, too.
         """
         found, known = dict(scan(self._root, self._skip)), self._known
         tell = [
@@ -347,9 +347,9 @@ class Changes:
 
 
 def only(places: Collection[str]) -> Skip:
-    """Return a filter that skips everything except these directories, and what Python caches.
+    """Return a filter that skips everything except these directories, and Python's caches.
 
-    No directories mean that all are packed.
+    Without directories, everything is packed.
     """
 
     def skip(path: bytes, entry: os.DirEntry[bytes]) -> bool:

@@ -10,7 +10,7 @@ files make room. Python's ``open``, ``os.open`` and ``os.stat`` ask for files, a
 C code that opens files by name does not find them.
 """
 
-# Plain strings and calls of os, because these calls are replaced here.
+# Plain strings and calls of os, because this module replaces these calls.
 # ruff: noqa: PTH109, PTH118, PTH123, PTH208
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INDEX = "index"
 
 
 def _asked_as(name: str) -> str:
-    """Return how the names of pipes begin at which a file is waited for.
+    """Return the prefix of the names of the pipes at which processes wait for a file.
 
     It does not depend on the other files that a cell lacks.
     """
@@ -52,7 +52,7 @@ def _asked_as(name: str) -> str:
 
 
 class FilesOnDemand:
-    """The files that are missing in one copy of the project, and come into it when asked for.
+    """The files that are missing in one copy of the project, and come into it on request.
 
     Args:
         folder: the folder in which processes ask.
@@ -104,7 +104,8 @@ class FilesOnDemand:
     def step(self) -> None:
         """Answer the processes that ask, or ask the supervisor for their files.
 
-        A process of an earlier cell may ask for a file that is here, or not missed, by now.
+        A process of an earlier cell may ask for a file that is here by now, or is no longer
+        missing.
         """
         for pipe in os.listdir(self.folder):
             if pipe == _INDEX or pipe.startswith("."):
@@ -117,16 +118,17 @@ class FilesOnDemand:
                 self._say(JobRequest(what="file", path=name))
 
     def take(self, chunk: Chunk) -> None:
-        """Take in a part of a file.
+        """Take a part of a file.
 
-        If it cannot be kept, or is not available, the file is missing.
+        If it cannot be stored, or is not available, the file is missing.
         """
-        for pipe in self.folder.glob("*-*"):  # files come in turn, so the others wait for this one
+        # Files come in turn, so a part of this one is progress for all processes that wait.
+        for pipe in self.folder.glob("*-*"):
             with contextlib.suppress(OSError):  # the process that asked was killed
                 os.utime(pipe)
         name, state = chunk.file, self._missing.get(chunk.file)
         if state is None:
-            return  # of an earlier cell
+            return  # a file of an earlier cell
         try:
             if self._take(name, state, chunk):
                 return
@@ -159,9 +161,9 @@ class FilesOnDemand:
         return False
 
     def _make_room(self, size: int) -> None:
-        """Remove files until the cache has at most half of the free space with this one.
+        """Remove files until the cache, with this one, has at most half of the free space.
 
-        Those that were put into a copy longest ago go first.
+        The file that was put into a copy longest ago goes first.
         """
         whole = (path for path in self._cache.iterdir() if path not in self._coming.values())
         cached = sorted(whole, key=lambda path: path.stat().st_ctime)
@@ -172,7 +174,7 @@ class FilesOnDemand:
             cached.pop(0).unlink()
 
     def _answer(self, pipes: str) -> None:
-        """Let the processes at these pipes continue; they look whether their file is there."""
+        """Let the processes at these pipes continue; they check whether their file is there."""
         for pipe in self.folder.glob(pipes):
             if pipe.is_fifo():
                 with contextlib.suppress(OSError):  # the process that asked was killed
@@ -218,7 +220,7 @@ def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _come(path: Any) -> bool:
-    """Ask for a file that did not travel, and wait until it is here, or is known not to come."""
+    """Ask for a file that did not travel, and wait until it is here, or will not come."""
     whole = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
     names = (
         os.path.relpath(whole, root) for root in _roots if root and whole.startswith(root + "/")
