@@ -74,7 +74,7 @@ net(torch.ones(2)).sum().backward()
 optimizer.step()
 ''', gpu_there=True)
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-memory.moved = refuse
+memory.copy_storage = refuse
 applied = captured.apply(answer)
 print(applied.lost, notebook["made"].tolist(), notebook["made"].device, notebook["old"].item())
 print(notebook["view"].data_ptr() - notebook["made"].data_ptr())
@@ -106,7 +106,7 @@ tensors.memory_of_storage = plain_memory_of
 torch.cuda.device_count = lambda: 2
 for device in ("cuda", "cuda:1"):
     asked = []
-    memory.moved = lambda storage, device: asked.append(device) or storage
+    memory.copy_storage = lambda storage, device: asked.append(device) or storage
     arrive(captured.fd, {}, device=device).close()
     print(asked)
 """,

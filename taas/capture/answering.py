@@ -11,7 +11,7 @@ from taas.capture.applying import AS_BEFORE, NOTHING
 from taas.capture.cells import keys_without_a_name, users_names
 from taas.capture.comparing import compare, refuse, renumber
 from taas.capture.flat import Lost
-from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, few_words_of
+from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, summarize_attributes
 from taas.capture.holders import holders, left_out, loaded_as
 from taas.capture.import_draws import imported_after
 from taas.capture.memory import SentMemory
@@ -100,13 +100,13 @@ class CellChanges:
 
     def _write(self, process_state: dict[str, Any] | None, *, last: bool) -> int:
         arrival, heap = self._arrival, self._heap
-        wanted = self._wanted()
+        wanted = self._returned_objects()
         changed = [
             n
             for n in self._diff.changed
             if n not in self._held_back and (wanted is None or n in wanted)
         ]
-        bound = self._bound()
+        bound = self._rebound_names()
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
         memory = SentMemory(heap.memory_ranges(sent), arrival.memory.places(), arrival.next_region)
@@ -114,7 +114,7 @@ class CellChanges:
         contents = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
             "sources": sources,
-            "lost": [tuple(one) for one in (*self._lost, *self._asked_in_vain())],
+            "lost": [tuple(one) for one in (*self._lost, *self._missing_returned())],
             "project": arrival.project,
             "roots": bound,
             "places": self._places,
@@ -126,11 +126,11 @@ class CellChanges:
             "imported": imported_after(arrival.last_module_before),
             "there": [n for n, value in self._visible.items() if not arrival.is_of_setup(n, value)],
             "ranks": 1 if arrival.place is None else arrival.place.size,
-            "unwrapped": self._unwrapped(),
+            "unwrapped": self._find_unwrapped(),
             "own": [
                 name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound
             ],
-            **self._told_of_names(),
+            **self._facts_about_names(),
         }
         patches = self._patches(wanted)
         fd = write_file(memory, bound, contents, patches)[0]
@@ -166,7 +166,7 @@ class CellChanges:
         """Return the parts of the answer that can stay behind: their bytes, and their objects."""
         heap, memory = self._heap, self._arrival.memory
         changed = [n for n in self._diff.changed if n not in self._held_back]
-        roots = [*self._bound().values(), *self._places.values(), *changed]
+        roots = [*self._rebound_names().values(), *self._places.values(), *changed]
         sent = {n for n in heap.reached(roots, self._held_back) if n >= self._known}
         parts: list[tuple[int, tuple[int, ...]]] = [
             (len((heap.states[n] or NO_STATE)[1]), (n,)) for n in (*sent, *changed)
@@ -175,14 +175,14 @@ class CellChanges:
             parts.append((sum(high - low for low, high in heap.objects[n].spans), (n,)))
         known = heap.memories_among({n for n in range(self._known) if n not in heap.failed})
         sizes: dict[int, int] = {}
-        for region, _, data in self._patches(self._wanted()):
+        for region, _, data in self._patches(self._returned_objects()):
             sizes[region] = sizes.get(region, 0) + data.nbytes
         looking = {n: memory.regions_of([where]) for n, where in known.items()} if sizes else {}
         for region, nbytes in sizes.items():
             parts.append((nbytes, tuple(n for n, regions in looking.items() if region in regions)))
         return [(nbytes, numbers) for nbytes, numbers in parts if nbytes >= _SMALL and numbers]
 
-    def _bound(self) -> dict[str, int]:
+    def _rebound_names(self) -> dict[str, int]:
         """Return the names that the notebook binds anew: rebound, or bound to what is made anew."""
         made = {*self._diff.new_numbers.values()}
         bound = {
@@ -192,7 +192,7 @@ class CellChanges:
         }
         return {name: n for name, n in bound.items() if not name or self._is_returned(name)}
 
-    def _wanted(self) -> set[int] | None:
+    def _returned_objects(self) -> set[int] | None:
         if self._arrival.returned is None:
             return None
         numbers = (
@@ -203,14 +203,14 @@ class CellChanges:
     def _is_returned(self, name: str) -> bool:
         return self._arrival.returned is None or name in self._arrival.returned
 
-    def _asked_in_vain(self) -> list[Lost]:
+    def _missing_returned(self) -> list[Lost]:
         return [
             Lost(name, "--return asks for it, and the cell made no such name")
             for name in sorted(self._arrival.returned or ())
             if name not in self._visible and name not in self._arrival.names
         ]
 
-    def _told_of_names(self) -> dict[str, list[str]]:
+    def _facts_about_names(self) -> dict[str, list[str]]:
         arrival, visible = self._arrival, self._visible.items()
         known, specs = (*arrival.names, *arrival.held), loaded_as(arrival.project).items()
         return {
@@ -224,7 +224,7 @@ class CellChanges:
             "sharded": [name for name, item in visible if holds_shards(item)],
         }
 
-    def _unwrapped(self) -> list[tuple[int | None, int, str]]:
+    def _find_unwrapped(self) -> list[tuple[int | None, int, str]]:
         """Return the modules that the notebook gets without their parallel wrapper.
 
         Each is (owner, module, wrapper): the owner's number, or None if a name or a container holds
@@ -294,7 +294,8 @@ class CellChanges:
                 new.append(one)
             _told_parted[key] = id(one.part)
         self._lost += [
-            Lost(told, "each process has its own; the rest came back") for told in few_words_of(new)
+            Lost(told, "each process has its own; the rest came back")
+            for told in summarize_attributes(new)
         ]
 
     def _number_roots(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -84,7 +84,7 @@ class _Incoming:
         self._fd, self._namespace, self._heap, self._known = fd, namespace, heap, known
         self._payload = Payload(fd)
         self._contents = contents = self._payload.contents
-        self._memory = self._payload.brought(known)
+        self._memory = self._payload.copy_memory(known)
         self._made = dict(enumerate(heap.objects))
         self._builder = Builder(
             contents["states"], self._made, self._memory, namespace, tolerant=True
@@ -255,7 +255,7 @@ class _Incoming:
     def _path_to(self, n: int) -> str:
         number, names = self._heap.number, users_names(self._namespace)
         roots = {name: number[id(value)] for name, value in names.items() if id(value) in number}
-        found = self._heap.way_to((n,), roots)
+        found = self._heap.shortest_path((n,), roots)
         return found[0] if found else f"a {type(self._made[n]).__qualname__}"
 
     def _join_devices(self, known: list[Any]) -> None:

@@ -79,7 +79,7 @@ class Arrival:
             before.close()
         self.heap.learn({}, {}, contents["first"])
         self.known = contents["first"] + len(contents["states"])
-        self.memory: MemoryTable = self.payload.mapped(device, known)
+        self.memory: MemoryTable = self.payload.map_memory(device, known)
         self.next_region = self.payload.next_region
         self.held: list[str] = held["names"]
         self.project: str = contents["project"]

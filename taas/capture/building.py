@@ -113,11 +113,11 @@ class Builder:
         if kind == "object":
             return children[:1]
         if kind == "reading":
-            made_of, *_ = self._told(n)
+            made_of, *_ = self._content(n)
             return children[:made_of]
         return ()
 
-    def _told(self, n: int) -> Any:
+    def _content(self, n: int) -> Any:
         if n not in self._open:
             self._open[n] = _loads(self.states[n][1])
         return self._open[n]
@@ -163,11 +163,11 @@ class Builder:
 
     def _make(self, n: int) -> None:
         rest = map(self.made.__getitem__, self._before(n))
-        self.made[n], _ = self._new(self.states[n][0], self._told(n), rest)
+        self.made[n], _ = self._new(self.states[n][0], self._content(n), rest)
 
     def _fill(self, n: int) -> None:
         kind, _, children = self.states[n]
-        said = self._told(n)
+        said = self._content(n)
         del self._open[n]
         has_state = kind != "reading" or OfReading._make(said).is_attributes is not None
         if has_state:
@@ -190,17 +190,17 @@ def change(value: Any, before: State, state: State, children: list[Any], how: Ho
     such as a lock that its protocol does not pickle.
     """
     kind, said = state[0], _loads(state[1])
-    known, names = _attributes_told(before[0], _loads(before[1])), _attributes_told(kind, said)
+    known, names = _attribute_names(before[0], _loads(before[1])), _attribute_names(kind, said)
     for name in () if known is None or names is None else {*known} - {*names}:
         vars(value).pop(name, None)
     if known is None or names is None or how is How.IN_PLACE_WITH_ARGUMENTS:
         _fill_again(value, kind, said, children, how)
     else:
         made_of, _, _, _, state_said = said
-        vars(value).update(_filled(state_said, iter(children[made_of:]))[0])
+        vars(value).update(_resolve_refs(state_said, iter(children[made_of:]))[0])
 
 
-def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
+def _attribute_names(kind: str, said: Any) -> Sequence[str] | None:
     """Return the attribute names in what a protocol of its own told, if it told only attributes."""
     if kind != "reading":
         return None
@@ -221,7 +221,7 @@ def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
 # the kind ``object``. marshal has made plain tuples of both.
 
 
-def _filled(values: Any, rest: Iterator[Any]) -> Any:
+def _resolve_refs(values: Any, rest: Iterator[Any]) -> Any:
     """Return a blob's items: the next child for each ``REF``, and inline objects made."""
     if type(values) is list:
         return values
@@ -242,8 +242,8 @@ def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
     """Make an object; return it, and the setter of its state if a new object has another one."""
     if kind == "reading":
         _, is_attributes, by, arguments, _ = said
-        constructor, setter, _ = _filled(by, rest)
-        made = constructor(*_filled(arguments, rest))
+        constructor, setter, _ = _resolve_refs(by, rest)
+        made = constructor(*_resolve_refs(arguments, rest))
         return made, None if is_attributes is None else setter
     if kind in _BOXES:
         return _BOXES[kind](), None
@@ -255,7 +255,9 @@ def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
         return next(rest), None
     if kind == "atom":
         return said, None
-    return tuple(_filled(said, rest)) if kind == "tuple" else frozenset(_items(said, rest)), None
+    return tuple(_resolve_refs(said, rest)) if kind == "tuple" else frozenset(
+        _items(said, rest)
+    ), None
 
 
 def _fill_again(
@@ -268,9 +270,9 @@ def _fill_again(
     if kind == "reading":
         made_of, _, by, arguments, _ = said
         rest = iter(children)
-        constructor, setter, changer = _filled(by, rest)
+        constructor, setter, changer = _resolve_refs(by, rest)
         if how is How.IN_PLACE_WITH_ARGUMENTS:
-            changer(value, constructor, *_filled(arguments, rest))
+            changer(value, constructor, *_resolve_refs(arguments, rest))
     _fill(value, kind, said, iter(children[made_of:]), setter)
 
 
@@ -279,18 +281,24 @@ def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) ->
         names, values, slots, slot_values = said
         attributes = None
         if names is not None:
-            keys = _interned(_filled(names, rest))
-            attributes = dict(zip(keys, _filled(values, rest), strict=True))
-        set_insides(value, (attributes, dict(zip(slots, _filled(slot_values, rest), strict=True))))
+            keys = _intern(_resolve_refs(names, rest))
+            attributes = dict(zip(keys, _resolve_refs(values, rest), strict=True))
+        set_insides(
+            value, (attributes, dict(zip(slots, _resolve_refs(slot_values, rest), strict=True)))
+        )
     elif kind == "reading":
         if setter is not None:
             _, is_attributes, _, _, state = said
-            setter(value, None if is_attributes is None else tuple(_filled(state, rest)))
+            setter(value, None if is_attributes is None else tuple(_resolve_refs(state, rest)))
     elif kind == "list":
-        value[:] = _filled(said, rest)
+        value[:] = _resolve_refs(said, rest)
     elif kind in ("dict", "OrderedDict"):
         if type(said) is tuple:  # else the blob has the whole plain subtree
-            said = [*zip(_interned(_filled(said[0], rest)), _filled(said[1], rest), strict=True)]
+            said = [
+                *zip(
+                    _intern(_resolve_refs(said[0], rest)), _resolve_refs(said[1], rest), strict=True
+                )
+            ]
         value.clear()
         value.update(said)
     elif kind == "set":
@@ -298,10 +306,10 @@ def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) ->
         value.update(_items(said, rest))
 
 
-def _interned(keys: Iterable[Any]) -> list[Any]:
+def _intern(keys: Iterable[Any]) -> list[Any]:
     return [sys.intern(key) if type(key) is str else key for key in keys]
 
 
 def _items(said: Any, rest: Iterator[Any]) -> list[Any]:
     plain, others = said
-    return [*plain, *_filled(others, rest)]
+    return [*plain, *_resolve_refs(others, rest)]

@@ -22,7 +22,7 @@ from taas.capture.cells import (
 )
 from taas.capture.code_by_value import global_names
 from taas.capture.describing import LARGE, Asked, Described, describe
-from taas.capture.heap import few_words_of, no_collection
+from taas.capture.heap import no_collection, summarize_attributes
 from taas.capture.holders import edited_modules, go_to_ends, holders, loaded_as, set_apart
 from taas.capture.import_draws import known_modules
 from taas.capture.kept import NONE, UNSURE, Held, Kept
@@ -34,8 +34,8 @@ from taas.capture.process_bound import (
     Again,
     Wrapping,
     fit_of,
+    names_surely_needed,
     shares_among,
-    surely_read,
     words_that_run,
 )
 from taas.capture.rank_values import rank_values, remember_rank_values
@@ -138,7 +138,7 @@ class Capture:
         delivered = {id(loader) for loader in loaders_delivered()}
         fit = fit_of(self.heap, roots, delivered, size, words, wrapping, keep=keep)
         if fit.useless:
-            sure = surely_read(needs.sure, described.roots, self.heap, words)
+            sure = names_surely_needed(needs.sure, described.roots, self.heap, words)
             needed = [why for name, why in fit.useless.items() if name in sure]
             if needed:
                 raise CaptureError(f"{needed[0]} Nothing was started.")
@@ -198,7 +198,7 @@ class Capture:
             "shares": [heap.number[id(value)] for value, *_ in shares_among(heap.objects[first:])],
             "first": first,
             "states": heap.states[first:],
-            "held": self._held.told(self._described.roots),
+            "held": self._held.message_to_ranks(self._described.roots),
         }
         new = heap.memory_ranges(range(first, len(heap.objects)))
         memory = SentMemory(new, first=self._held.kept.next_region)
@@ -247,7 +247,7 @@ class Capture:
         parted = [one for one in self.heap.parted if id(one.holder) in self.heap.number]
         found += [
             f"{told}: each process has its own, so the ranks do without."
-            for told in few_words_of(parted)
+            for told in summarize_attributes(parted)
         ]
         found += self._unfit
         if unwrapped := sorted(self._held.kept.wrapped & self._described.roots.keys()):

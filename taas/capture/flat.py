@@ -73,14 +73,14 @@ class How(enum.Enum):
     ANEW = "by a new object that takes its place"
 
 
-_Said = tuple[str, Any]
+_Content = tuple[str, Any]
 """The kind of an object, and the content of its blob before it is marshalled."""
 
 REF = ...
 """In a blob: the next child."""
 
 
-def inline(said: _Said) -> tuple[Any, ...]:
+def inline(said: _Content) -> tuple[Any, ...]:
     """Return how the blob of a parent has an object without a number.
 
     No other value begins in this way: ``...`` itself goes by its name, and so has a number.
@@ -298,7 +298,7 @@ class FlatStates:
         """
         value = self.objects[n]
         try:
-            self.states[n] = _state(self._said, value)
+            self.states[n] = _state(self._describe, value)
         except Exception as error:  # a user's own protocol may raise anything
             self.failed[n] = error
             if is_only_python(type(value)) and not is_of_process(type(value)):
@@ -321,7 +321,7 @@ class FlatStates:
     # The following methods return the kind of a value and the content of its blob; they append the
     # numbers of the objects in it to ``children``.
 
-    def _said(self, value: Any, children: list[int], *, fresh: Fresh = Fresh.NO) -> _Said:
+    def _describe(self, value: Any, children: list[int], *, fresh: Fresh = Fresh.NO) -> _Content:
         if (name := self.named.get(id(value))) is not None:
             return "name", name
         if (held := self._held.get(id(value))) is not None:
@@ -342,7 +342,7 @@ class FlatStates:
             return "same", None
         return self._reading(value, reading, children)
 
-    def _list(self, value: Any, children: list[int], fresh: Fresh) -> _Said:
+    def _list(self, value: Any, children: list[int], fresh: Fresh) -> _Content:
         kind = type(value).__name__
         is_list = kind == "list"
         if len(value) > _LARGE and (
@@ -352,7 +352,7 @@ class FlatStates:
         inside = _freshness_inside(fresh, value)
         return kind, self._split([*value], children, fresh=inside, may_change=is_list)
 
-    def _dict(self, value: Any, children: list[int], fresh: Fresh) -> _Said:
+    def _dict(self, value: Any, children: list[int], fresh: Fresh) -> _Content:
         """Describe a dict, or an OrderedDict; each torch module has ten."""
         kind = type(value).__name__
         if kind != "dict" and vars(value):
@@ -364,7 +364,7 @@ class FlatStates:
         inside = _freshness_inside(fresh, value.values())
         return kind, (keys, self._split([*value.values()], children, fresh=inside))
 
-    def _set(self, value: Any, children: list[int], _: Fresh) -> _Said:
+    def _set(self, value: Any, children: list[int], _: Fresh) -> _Content:
         kind = type(value).__name__
         if _atomic(map(type, value)):
             return kind, (value, [])
@@ -378,7 +378,7 @@ class FlatStates:
         is_atom = type(item) in ATOMS and id(item) not in self._held
         return is_atom or (type(item) is tuple and _atomic(map(type, item)))
 
-    def _plain(self, value: Any, children: list[int]) -> _Said:
+    def _plain(self, value: Any, children: list[int]) -> _Content:
         children.append(self.enter(type(value)))
         attributes, slots = read_insides(value)
         told = None if attributes is None else names_told(value, attributes)
@@ -388,7 +388,7 @@ class FlatStates:
         inside = self._split([*slots.values()], children)
         return "object", tuple(OfObject(names, held, [*slots], inside))
 
-    def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Said:
+    def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Content:
         before = len(children)
         functions = [reading.constructor, reading.setter, reading.changer]
         by = self._split(functions, children, fresh=Fresh.MADE)
@@ -406,7 +406,7 @@ class FlatStates:
         is_attributes = _are_attributes(value, reading)
         return "reading", tuple(OfReading(made_of, is_attributes, by, made, told))
 
-    def _builtin(self, function: Any, children: list[int], _: Fresh) -> _Said:
+    def _builtin(self, function: Any, children: list[int], _: Fresh) -> _Content:
         """Describe a built-in: by its name in its module, else as a method of its owner.
 
         Most methods do not know their module, and a search through all loaded modules for each is
@@ -423,7 +423,7 @@ class FlatStates:
             return self._by_name(function)
         return self._reading(function, Reading(getattr, (owner, name)), children)
 
-    def _by_name(self, value: Any) -> _Said:
+    def _by_name(self, value: Any) -> _Content:
         module, name = name_of(value)
         self.reader.modules.add(module)
         return "global", (module, name)
@@ -459,7 +459,7 @@ class FlatStates:
             marked = True
             n = number.get(id(value))
             if n is None and is_fresh and alone and not isinstance(value, _NUMBERED):
-                out.append(inline(self._said(value, children, fresh=fresh)))
+                out.append(inline(self._describe(value, children, fresh=fresh)))
             else:
                 out.append(REF)
                 children.append(self._child(value) if n is None else n)
@@ -491,7 +491,7 @@ class FlatStates:
         return n
 
 
-def _state(say: Callable[[Any, list[int]], _Said], value: Any) -> State:
+def _state(say: Callable[[Any, list[int]], _Content], value: Any) -> State:
     children: list[int] = []
     kind, said = say(value, children)
     return kind, marshal.dumps(said, 2), tuple(children)
@@ -521,11 +521,11 @@ def _are_attributes(value: Any, reading: Reading) -> bool:
     )
 
 
-def _atom(_: FlatStates, value: Any, *__: Any) -> _Said:
+def _atom(_: FlatStates, value: Any, *__: Any) -> _Content:
     return "atom", value
 
 
-_KNOWN: dict[type, Callable[[FlatStates, Any, list[int], Fresh], _Said]] = {
+_KNOWN: dict[type, Callable[[FlatStates, Any, list[int], Fresh], _Content]] = {
     list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set,
     frozenset: FlatStates._set, OrderedDict: FlatStates._dict,
     types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom,

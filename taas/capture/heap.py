@@ -52,12 +52,12 @@ def is_constant(value: Any, state: State | None) -> bool:
         return False
     if attribute_of_class(type(value), "__next__") is not None:
         return False
-    said = _said_of(state)
+    said = _content_of(state)
     _, setter, changer = said.by
     return not said.state and setter is None and changer is None
 
 
-def _said_of(state: State) -> OfReading:
+def _content_of(state: State) -> OfReading:
     """Return the content of a blob of the kind ``reading``."""
     return OfReading._make(marshal.loads(state[1]))  # noqa: S302  this process has written it
 
@@ -308,9 +308,9 @@ class Heap(FlatStates):
             return How.IN_PLACE  # its class has changed
         if now[0] != "reading":
             return How.ANEW
-        said = _said_of(now)
+        said = _content_of(now)
         if before[0] == "reading":
-            was = _said_of(before)
+            was = _content_of(before)
             made_of = before[2][: was.made_of], now[2][: said.made_of]
             made_alike = (was.by, was.arguments) == (said.by, said.arguments)
             if made_alike and self._are_same(*made_of):
@@ -360,7 +360,9 @@ class Heap(FlatStates):
                 holders.setdefault(child, []).append(n)
         return holders
 
-    def way_to(self, wanted: Container[int], roots: Mapping[str, int]) -> tuple[str, int] | None:
+    def shortest_path(
+        self, wanted: Container[int], roots: Mapping[str, int]
+    ) -> tuple[str, int] | None:
         """Return the shortest path to one of the wanted objects, and its number.
 
         A path reads like ``trainer.callbacks[2].conn``.
@@ -439,7 +441,7 @@ class Heap(FlatStates):
     def _leave_out_attribute(self, n: int, name: str, kind: str, roots: Mapping[str, int]) -> None:
         holder = self.objects[n]
         part = attributes_of(holder)[name]
-        way = self.way_to((n,), roots)
+        way = self.shortest_path((n,), roots)
         path = way[0] if way and way[0] else f"a {type(holder).__qualname__}"
         leave_out(holder, name)
         self.parted.append(LeftAttribute(f"{path}.{name}", name, kind, holder, part))
@@ -528,7 +530,7 @@ def _has_identity(kind: str, value: Any) -> bool:
 def _has_told_state(state: State | None) -> bool:
     if state is None or state[0] != "reading":
         return False
-    return _said_of(state).is_attributes is not None
+    return _content_of(state).is_attributes is not None
 
 
 # ---------------------------------------------------------------- what cannot travel
@@ -587,7 +589,7 @@ def culprit_of(
             )
     if not heap.failed:
         return None
-    path, n = heap.way_to(heap.failed, {name: root}) or (name, min(heap.failed))
+    path, n = heap.shortest_path(heap.failed, {name: root}) or (name, min(heap.failed))
     error, cls = heap.failed[n], type(heap.objects[n])
     own = cls.__module__ in ("builtins", "__main__")
     kind = cls.__qualname__ if own else f"{cls.__module__}.{cls.__qualname__}"
@@ -595,7 +597,7 @@ def culprit_of(
     return Culprit(path, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))
 
 
-def few_words_of(parted: list[LeftAttribute]) -> list[str]:
+def summarize_attributes(parted: list[LeftAttribute]) -> list[str]:
     """Describe some attributes, in one line for each kind of value that they hold."""
     kinds: dict[str, list[str]] = {}
     for one in parted:

@@ -79,7 +79,7 @@ class Kept:
         """Lines for the user: what the ranks keep, whatever the notebook does to it."""
         roots, found = dict(self.roots()), []
         for n in sorted(self._new_unreadable):
-            way, error = self.heap.way_to({n}, roots), self.unreadable[n]
+            way, error = self.heap.shortest_path({n}, roots), self.unreadable[n]
             if way is not None:
                 why = f"{type(error).__name__}: {first_line(error)}"
                 found.append(
@@ -200,7 +200,7 @@ class Held:
         used = set().union(*(self._regions.get(n, ()) for n in self._numbers))
         return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
 
-    def told(self, sent: Collection[str]) -> dict[str, Any]:
+    def message_to_ranks(self, sent: Collection[str]) -> dict[str, Any]:
         """Return the message for the ranks: which names hold, and which they delete.
 
         If the notebook does not know what the ranks hold, they delete all names. That is so after

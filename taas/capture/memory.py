@@ -133,7 +133,7 @@ def _storage_on(buffer: memoryview) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def moved(storage: Any, device: str) -> Any:
+def copy_storage(storage: Any, device: str) -> Any:
     """Return a copy of a torch storage on a device."""
     return type(storage)(storage.nbytes(), device=device).copy_(storage)
 
@@ -193,7 +193,7 @@ class SentMemory:
             alignment = _PAGE if nbytes >= _PAGE else _SMALL_ALIGNMENT
             offset = -(-start // alignment) * alignment
             placed = [(memory, memory.address - base) for memory in group]
-            spans = merged(
+            spans = merge_spans(
                 [(at + low, at + high) for memory, at in placed for low, high in memory.spans]
             )
             storages = {(at, m.nbytes): m.storage for m, at in placed if m.storage is not None}
@@ -215,7 +215,7 @@ class SentMemory:
                 write_at(fd, view_of(address + start, end - start, host), region.offset + start)
 
 
-def merged(spans: list[Span]) -> tuple[Span, ...]:
+def merge_spans(spans: list[Span]) -> tuple[Span, ...]:
     """Return spans in order, with those joined that touch."""
     found: list[Span] = []
     for start, end in sorted(spans):
@@ -261,7 +261,7 @@ class Stretch:
         if known is None:
             known = _storage_on(view_of(self.address + start, nbytes, self.owner))
             if self.device != "cpu":
-                known = moved(known, self.device)
+                known = copy_storage(known, self.device)
             self.storages[start, nbytes] = known
         return known
 

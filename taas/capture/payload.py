@@ -224,7 +224,7 @@ class Payload:
             ):
                 self.contents: dict[str, Any] = pickle.loads(whole[begin:end])
         except (MemoryError, OSError) as error:
-            raise _not_mapped(end) from error
+            raise _mapping_error(end) from error
 
     def take_sources(self) -> None:
         """Register the text of cells for tracebacks, and import modules that names rely on."""
@@ -234,7 +234,9 @@ class Payload:
             with suppress(Exception):  # the use of the module raises the error again
                 importlib.import_module(name)
 
-    def mapped(self, device: str | None, known: dict[int, Stretch] | None = None) -> MemoryTable:
+    def map_memory(
+        self, device: str | None, known: dict[int, Stretch] | None = None
+    ) -> MemoryTable:
         """Return the file's memory as one private mapping, beside ``known`` memory by region.
 
         Memory from a CUDA device goes to ``device``; if that is ``cuda``, to the device of the same
@@ -244,15 +246,15 @@ class Payload:
         try:
             mapping = mmap.mmap(self._fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
-            raise _not_mapped(size) from error
+            raise _mapping_error(size) from error
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         stretches = {**(known or {})}
-        for number, r in self.numbered():
+        for number, r in self.numbered_regions():
             where = "cpu" if r.device == "cpu" or not device else _device_for(r.device, device)
             stretches[number] = Stretch(base + r.offset, r.nbytes, mapping, where, spans=r.spans)
         return MemoryTable(stretches, self.header.places)
 
-    def numbered(self) -> Iterable[tuple[int, Region]]:
+    def numbered_regions(self) -> Iterable[tuple[int, Region]]:
         """Return its regions with their numbers."""
         return enumerate(self.header.regions, self.header.first_region)
 
@@ -261,21 +263,21 @@ class Payload:
         """The number of the next region."""
         return self.header.first_region + len(self.header.regions)
 
-    def brought(self, known: dict[int, Stretch]) -> MemoryTable:
+    def copy_memory(self, known: dict[int, Stretch]) -> MemoryTable:
         """Return its memory as new host memory, beside the ``known`` memory of the payload.
 
         Regions for which there is no memory are lacking, the largest first.
         """
         new, lacking = dict[int, Stretch](), dict[int, str]()
-        for n, region in sorted(self.numbered(), key=lambda one: one[1].nbytes):
+        for n, region in sorted(self.numbered_regions(), key=lambda one: one[1].nbytes):
             try:
                 new[n] = new_memory(region, self._fd)
             except (MemoryError, RuntimeError) as error:  # torch's
-                lacking[n] = f"{_not_mapped(region.nbytes)} [{first_line(error)}]"
+                lacking[n] = f"{_mapping_error(region.nbytes)} [{first_line(error)}]"
         return MemoryTable({**known, **dict(sorted(new.items()))}, self.header.places, lacking)
 
 
-def _not_mapped(nbytes: int) -> CaptureError:
+def _mapping_error(nbytes: int) -> CaptureError:
     """Return the error for memory that the system refuses to this process."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     cause = (

@@ -297,7 +297,7 @@ def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set
     return found
 
 
-def surely_read(
+def names_surely_needed(
     sure: Collection[str], roots: dict[str, int], heap: Any, words: Collection[str]
 ) -> set[str]:
     """Return the names that a cell surely needs, with the names that functions under them read.
@@ -510,10 +510,10 @@ def _add_misfits(fit: Fit, found: _Travelling, size: int, words: Collection[str]
         if reason is not None:
             why, advice = reason
             for name in _names_with({n}, heap, roots):
-                path, _ = heap.way_to({n}, {name: roots[name]})
+                path, _ = heap.shortest_path({n}, {name: roots[name]})
                 fit.useless[name] = f"{path} {why}, and {here}: {advice} in this cell."
         elif size > 1 and libraries.is_lone_trainer(heap.objects[n]):
-            path, _ = heap.way_to({n}, roots)
+            path, _ = heap.shortest_path({n}, roots)
             fit.lines.append(
                 f"{path} is a Trainer for one process, and {here}: each works alone with it. Make"
                 " it in this cell."
@@ -625,6 +625,6 @@ def _without_wrapper(
     missing += [(model, prepared) for model in libraries.prepared_models([*found.objects()])]
     for value, why in missing:
         n = heap.number[id(value)]
-        way = heap.way_to({n}, found.roots)
+        way = heap.shortest_path({n}, found.roots)
         if way is not None and not any(map(wrapping.may_wrap, found.names_with({n}))):
             yield n, way[0], why

@@ -42,7 +42,7 @@ from taas.import_hooks import after_import, attribute_of, attributes_of, loaded
 _OF_LAUNCHERS = ("--local_rank=", "--local-rank=")
 
 
-def _told(sent: Any, before: Any, now: Any) -> Any:
+def _difference(sent: Any, before: Any, now: Any) -> Any:
     """Return the part of a row that changed (see :class:`Row`); a notebook ``sent`` the row."""
     if isinstance(now, dict):
         new = {
@@ -640,7 +640,7 @@ def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
     )
 
 
-def _loaded(library: str) -> ModuleType | None:
+def _get_loaded(library: str) -> ModuleType | None:
     module = loaded(library)
     spec = attributes_of(module).get("__spec__")
     return None if getattr(spec, "_initializing", False) else module
@@ -648,7 +648,9 @@ def _loaded(library: str) -> ModuleType | None:
 
 def _take(table: Iterable[Row]) -> dict[str, Any]:
     found = {
-        row.name: row.take(module) for row in table if (module := _loaded(row.library)) is not None
+        row.name: row.take(module)
+        for row in table
+        if (module := _get_loaded(row.library)) is not None
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -661,7 +663,7 @@ def of_notebook() -> dict[str, Any]:
         for name, value in inherited_variables().items()
         if not is_a_ranks_own(name, value)
     }
-    state["environment"] = _told(None, first, state["environment"])
+    state["environment"] = _difference(None, first, state["environment"])
     if "numpy" not in state["random numbers"]:  # else all forks of one process would draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
     return state
@@ -728,7 +730,7 @@ class ProcessState:
         before = self._before
         new = {name: now for name, now in _take(self._table).items() if now != before.get(name)}
         told = {
-            n: _told(self._sent.get(n), before[n], now) if n in before else now
+            n: _difference(self._sent.get(n), before[n], now) if n in before else now
             for n, now in new.items()
         }
         self.stayed = take_out_of_processes(told.get("environment", {}), self._marked)

@@ -94,12 +94,12 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
         except Exception as error:
             # without this frame: from the cell's line on
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            raise _failed(cell, error) from error
+            raise _error_of(cell, error) from error
         # Only now, so that a kept rank runs a cell again that failed or was interrupted.
         _done.add(cell.run)
 
 
-def _failed(cell: SetupCell, error: Exception) -> CaptureError:
+def _error_of(cell: SetupCell, error: Exception) -> CaptureError:
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
