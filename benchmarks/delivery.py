@@ -611,7 +611,7 @@ def planner(_rounds: int) -> list[Row]:
             if isinstance(message, Draw):
                 ledger.plans.take_planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
             elif isinstance(message, list):
-                ledger.made(peer, [Result(t.number, 4096, 0.0002) for t in message])
+                ledger.take_results(peer, [Result(t.number, 4096, 0.0002) for t in message])
                 for ticket in message:
                     consumed[ticket.rank] += 1
                     made += 1

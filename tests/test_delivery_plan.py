@@ -162,7 +162,7 @@ class World:
 
     def report(self, name: Peer) -> None:
         results, self.results[name] = self.results[name], []
-        self.ledger.made(name, results)
+        self.ledger.take_results(name, results)
         self.pump()
 
     def arrive(self, rank: int) -> None:

@@ -40,7 +40,7 @@ from taas.capture.process_bound import (
 )
 from taas.capture.rank_values import rank_values, remember_rank_values
 from taas.capture.setup_cells import setup_cells
-from taas.delivery.registered import loaders_delivered
+from taas.delivery.registered import delivered_loaders
 from taas.errors import CaptureError, HeaderError
 from taas.import_hooks import AUTORELOAD, attributes_of, loaded, note_files
 from taas.wording import first_line, shown, size_in_words
@@ -135,7 +135,7 @@ class Capture:
         words = needs.words | of_functions
         wrapping = Wrapping(cell, of_functions, described.namespace)
         roots = {name: n for name, n in described.roots.items() if name not in needs.others}
-        delivered = {id(loader) for loader in loaders_delivered()}
+        delivered = {id(loader) for loader in delivered_loaders()}
         fit = fit_of(self.heap, roots, delivered, size, words, wrapping, keep=keep)
         if fit.useless:
             sure = names_surely_needed(needs.sure, described.roots, self.heap, words)

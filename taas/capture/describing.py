@@ -21,7 +21,7 @@ from taas.capture.kept import Held
 from taas.capture.names import ANY, Needs, names_used_by
 from taas.capture.process_own import tell_again
 from taas.capture.reader import Reader
-from taas.delivery.registered import loaders_delivered
+from taas.delivery.registered import delivered_loaders
 from taas.errors import CaptureError
 
 LARGE = 256 << 20
@@ -139,7 +139,7 @@ class Described:
         """
         namespace = self.namespace
         number = self.heap.number
-        found = [number[id(one)] for one in loaders_delivered() if id(one) in number]
+        found = [number[id(one)] for one in delivered_loaders() if id(one) in number]
         waiting = sorted(self._used_in(found))
         used, others = set[str](), set[str]()
         for name in waiting:  # the loop appends to it

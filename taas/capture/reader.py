@@ -54,7 +54,7 @@ from taas.capture.tensors import (
     is_tensor,
     tensor_reader,
 )
-from taas.delivery.registered import delivers, reduce_registered
+from taas.delivery.registered import is_delivered, reduce_registered
 from taas.import_hooks import attribute_of, attributes_of, loaded
 
 _ReaderOf = Callable[[Any], Reading | None]
@@ -109,7 +109,7 @@ class Reader:
             return holder
         if attribute_of_class(cls, "__taas_stays__"):
             return self._by_protocol
-        if delivers(cls):
+        if is_delivered(cls):
             return lambda value: read_reduced(
                 value, reduce_registered(value) or value.__reduce_ex__(4)
             )

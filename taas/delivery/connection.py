@@ -136,7 +136,7 @@ class Holdings:
 
         return Ahead(element, lease_slot(slabs, arrival.offset, arrival.capacity, note), take)
 
-    def told(self) -> list[int]:
+    def take_released(self) -> list[int]:
         """Return the elements that were released since the last call."""
         released = []
         while self.freed:
@@ -314,12 +314,12 @@ class DeliveryConnection:
         receive = self._receiver.socket.recv_multipart
         with contextlib.suppress(zmq.Again):
             for _ in range(_AT_ONCE):
-                self._arrived(receive(zmq.NOBLOCK, copy=False))
+                self._take_in(receive(zmq.NOBLOCK, copy=False))
         with contextlib.suppress(zmq.Again):
             for _ in range(_AT_ONCE):
                 self._on_message(self._control.receive(zmq.NOBLOCK))
 
-    def _arrived(self, frames: list[Any]) -> None:
+    def _take_in(self, frames: list[Any]) -> None:
         if len(frames) not in (2, 3):
             return
         streams = frames[1].bytes
@@ -354,7 +354,7 @@ class DeliveryConnection:
 
     def _flush(self) -> None:
         self._flushed = time.perf_counter()
-        released, plans = self.holdings.told(), self._progress
+        released, plans = self.holdings.take_released(), self._progress
         if released or plans:
             self._progress = {}
             self._control.send(Progress(list(plans.values()), released, self.waited))

@@ -151,7 +151,7 @@ class Coordinator:
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
-            list: ledger.made,
+            list: ledger.take_results,
             Progress: lambda rank, progress: ledger.take_progress(rank.number, progress),
             Planned: lambda _, planned: ledger.plans.take_planned(planned),
             Begin: lambda rank, begin: ledger.plans.begin(rank.number, begin),

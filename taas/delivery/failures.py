@@ -68,7 +68,7 @@ def raise_remote(packed: bytes) -> NoReturn:
     first: BaseException | None = None
     holder: BaseException | None = None
     for raised in map(_Raised._make, chain):
-        error = _rebuilt(raised, is_first=first is None)
+        error = _rebuild(raised, is_first=first is None)
         error.__traceback__ = _traceback_at(raised.lines)
         if holder is None:
             first = error
@@ -141,7 +141,7 @@ def _line_of(entry: types.TracebackType) -> _Line:
 # ── in a rank ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rebuilt(raised: _Raised, *, is_first: bool) -> BaseException:
+def _rebuild(raised: _Raised, *, is_first: bool) -> BaseException:
     """Return the exception, or a DeliveryError in its place.
 
     That replaces exceptions that cannot be rebuilt, and those that would silently end a loop or the

@@ -41,12 +41,12 @@ class WorkerState:
     backlog: int = 0
     backlog_seconds: float = 0.0
 
-    def takes_on(self, lease: Lease) -> None:
+    def add_lease(self, lease: Lease) -> None:
         """Count one more element that it has to make."""
         self.backlog += 1
         self.backlog_seconds += lease.expected
 
-    def is_through_with(self, lease: Lease) -> None:
+    def finish_lease(self, lease: Lease) -> None:
         """Count an element as made."""
         self.backlog -= 1
         self.backlog_seconds -= lease.expected
@@ -141,7 +141,7 @@ class Ledger:
         self.workers[name] = WorkerState(name, shared)
         self.outbox += [(name, hello) for hello in self.joined.values()]
 
-    def made(self, name: Peer, results: Iterable[Result]) -> None:
+    def take_results(self, name: Peer, results: Iterable[Result]) -> None:
         """Record that a worker has finished these elements."""
         worker = self.workers.get(name)
         if worker is None:
@@ -151,7 +151,7 @@ class Ledger:
             lease = None if work is None else work.lease_of(name)
             if work is None or lease is None:
                 continue  # this lease was taken from it
-            worker.is_through_with(lease)
+            worker.finish_lease(lease)
             lease.done = True
             if result.leaked:
                 lease.capacity = 0  # user code holds memory of the slot: never lease it again
@@ -294,7 +294,7 @@ class Ledger:
         offset, capacity = (0, 0) if slot is None else (slot, pace.size)
         lease = Lease(worker.name, offset, capacity, pace.seconds)
         work.leases.append(lease)
-        worker.takes_on(lease)
+        worker.add_lease(lease)
         floor = plan.lowest * self.plans.n if plan.streamed else 0
         of = work.number, plan.ident, plan.loader, work.seq, work.rank, work.seed, work.index
         return Ticket(*of, offset, capacity, floor, self._poison_of(work))

@@ -35,7 +35,7 @@ def element_seed(base_seed: int, iteration: int, seq: int) -> int:
     return (z ^ (z >> 31)) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-def unshared(elements: int, ranks: int) -> str:
+def uneven_message(elements: int, ranks: int) -> str:
     """Describe, for the user, an iteration whose last row is incomplete."""
     return (
         f"has {elements} elements, which {ranks} ranks cannot share evenly. Use --uneven drop"
@@ -179,7 +179,7 @@ class Plan:
             self._row += itertools.islice(itertools.cycle(self._first), missing)
             self._release_row()
         elif self._row and not failure and self.uneven == "raise":
-            self.refusal = f"this iteration {unshared(self.drawn, len(self.ranks))}"
+            self.refusal = f"this iteration {uneven_message(self.drawn, len(self.ranks))}"
         self._row.clear()
 
     def end_stream(self, elements: int) -> None:
@@ -191,7 +191,7 @@ class Plan:
         """
         self.rows, rest = divmod(elements, len(self.ranks))
         if rest and self.uneven == "raise":
-            self.refusal = f"this iteration {unshared(elements, len(self.ranks))}"
+            self.refusal = f"this iteration {uneven_message(elements, len(self.ranks))}"
         if rest and self.uneven == "pad":
             for rank, view in enumerate(self.ranks[rest:]):
                 for work in (*view.queue, *view.unconsumed):

@@ -41,7 +41,7 @@ from taas.delivery.messages import (
     ToPlanner,
 )
 from taas.delivery.registered import LoaderParts
-from taas.delivery.transport import connected
+from taas.delivery.transport import connect_control
 from taas.wire.framing import Leave, pack
 
 _SLICE = 0.02
@@ -376,7 +376,7 @@ def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts,
 
 def main(config: DataOrder) -> None:
     """Serve until told to leave."""
-    with connected(config.common, PLANNER, ToPlanner) as control:
+    with connect_control(config.common, PLANNER, ToPlanner) as control:
         planner = Planner({})
         try:
             plans, facts = _load(config)

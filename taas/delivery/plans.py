@@ -22,7 +22,7 @@ from taas.delivery.messages import (
     Planned,
     Ticket,
 )
-from taas.delivery.plan import Plan, Work, plan_number, unshared
+from taas.delivery.plan import Plan, Work, plan_number, uneven_message
 from taas.wire.framing import Message
 
 _BACKLOG = 100_000
@@ -296,7 +296,7 @@ class Plans:
             and not loader.facts.per_rank
             and length % self.n
         ):
-            return f"'{loader.facts.name}' {unshared(length, self.n)}"
+            return f"'{loader.facts.name}' {uneven_message(length, self.n)}"
         return loader.facts.error
 
     def close(self, rank: int, plan_id: int) -> None:

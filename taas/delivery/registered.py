@@ -124,12 +124,12 @@ def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
         _delivering.clear()
 
 
-def loaders_delivered() -> list[Any]:
+def delivered_loaders() -> list[Any]:
     """Return the loaders that are delivered to the run that is being captured."""
     return [entry.loader for entry, _ in _delivering.values()]
 
 
-def delivers(cls: type) -> bool:
+def is_delivered(cls: type) -> bool:
     """Return whether a loader of this type is delivered to the run that is being captured."""
     return any(type(entry.loader) is cls for entry, _ in _delivering.values())
 

@@ -110,7 +110,7 @@ class ControlClient:
 
 
 @contextlib.contextmanager
-def connected(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[ControlClient]:
+def connect_control(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[ControlClient]:
     """Open a connection to the coordinator in a context of its own.
 
     The arguments are those of :class:`ControlClient`.

@@ -44,7 +44,13 @@ from taas.delivery.messages import (
 )
 from taas.delivery.registered import Loaders
 from taas.delivery.slab import slot_size
-from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
+from taas.delivery.transport import (
+    ControlClient,
+    connect_control,
+    connect_data,
+    map_slabs,
+    new_context,
+)
 from taas.errors import DeliveryError
 from taas.wire.framing import Alive, Leave, pack, seal
 from taas.wording import killed_by
@@ -249,7 +255,7 @@ class WorkerPool:
             self._fork(number)
         name = Peer("pool", self._config.vm)
         # after the forks, because it has threads
-        with connected(self._config.common, name, ToWorker) as control:
+        with connect_control(self._config.common, name, ToWorker) as control:
             control.send(Hello())
             try:
                 self._watch(control)
@@ -335,7 +341,7 @@ def main(config: DataOrder) -> None:
     try:
         loaders = load_loaders(config.payload)
     except BaseException:
-        with connected(config.common, Peer("pool", config.vm), ToWorker) as control:
+        with connect_control(config.common, Peer("pool", config.vm), ToWorker) as control:
             control.send(Hello(traceback.format_exc()))
         return
     gc.collect()
