@@ -155,11 +155,11 @@ def test_locks_in_a_folder_that_another_user_made_first_are_refused(tmp_path, mo
 
     Names in /tmp are anybody's to make.
     """
-    from taas.adopt.downloads import _locked
+    from taas.adopt.downloads import _lock
 
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "project" / "runtime"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with _locked(tmp_path / "data", tmp_path / "project"):
+    with _lock(tmp_path / "data", tmp_path / "project"):
         os.chown(tmp_path / "taas-locks-0", 65534, 65534)
     with pytest.raises(PermissionError, match="made by another user"):
-        _locked(tmp_path / "data", tmp_path / "project")
+        _lock(tmp_path / "data", tmp_path / "project")

@@ -97,15 +97,15 @@ print(before >= 1 << 30, left, torch.cuda.memory_reserved())
     "kept, and CUDA not used": f"{RANK_1_OF_2}print(adopt.own_gpu.give_back_unused())",
     "the kernel's memory": """
 import torch
-from taas.notebook.kernel_memory import said_of_kernel_memory
+from taas.notebook.kernel_memory import kernel_memory_lines
 from taas.wire.clients import Gpu
 gpus = [Gpu("5", "bus a"), Gpu("GPU-x", "bus b"), Gpu("6", "bus c")]
-print(said_of_kernel_memory(gpus, ["bus a", "bus b", "bus c"]))
+print(kernel_memory_lines(gpus, ["bus a", "bus b", "bus c"]))
 torch.cuda.init()
 much = [torch.empty(3 << 28, device=f"cuda:{number}") for number in (0, 2)]
 little = torch.empty(1 << 20, device="cuda:1")
 for of_run in ["bus a", "bus b"], ["bus b"], ["bus c"], []:
-    print([line.partition(",")[0] for line in said_of_kernel_memory(gpus, of_run)])
+    print([line.partition(",")[0] for line in kernel_memory_lines(gpus, of_run)])
 """,
 }
 Accounts = dict[str, tuple[list[str], list[Call]]]

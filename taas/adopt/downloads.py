@@ -136,7 +136,7 @@ class Turns:
             return
         me, place = self.membership, Path(os.path.realpath(place))
         leader = 0 if _is_inside(place, me.project) else me.node * me.local_world_size
-        name = me.numbered(f"turn/{leader}/{zlib.crc32(f'{place}: {what}'.encode()):08x}")
+        name = me.next_prefix(f"turn/{leader}/{zlib.crc32(f'{place}: {what}'.encode()):08x}")
         leads, done, ended = me.rank == leader, False, "failed"
         if leads:
             me.store(name).set("begun", "")
@@ -144,7 +144,7 @@ class Turns:
             near = leader // me.local_world_size == me.node
             done = self._await(name, leader, what) and (near or place.exists())
         try:
-            with contextlib.nullcontext() if done else _locked(place, me.project):
+            with contextlib.nullcontext() if done else _lock(place, me.project):
                 self._own.done = done
                 yield done
             ended = "done"
@@ -170,7 +170,7 @@ def _is_inside(place: Path, project: Path) -> bool:
     return Path(os.path.realpath(place)).is_relative_to(os.path.realpath(project))
 
 
-def _locked(place: Path, project: Path) -> contextlib.AbstractContextManager[Any]:
+def _lock(place: Path, project: Path) -> contextlib.AbstractContextManager[Any]:
     """Return the lock of a place.
 
     It is outside the project, because not every rank may write there.

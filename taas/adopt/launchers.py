@@ -174,7 +174,7 @@ class Adopter:
                 read).
         """
         self._refuse(what, processes, args)
-        prefix, had_group = self.membership.numbered("spawn"), dist.is_initialized()
+        prefix, had_group = self.membership.next_prefix("spawn"), dist.is_initialized()
         store, all_of_them = self.membership.store(prefix), processes * self.membership.nodes
         if self.membership.local_rank < processes:
             try:

@@ -129,7 +129,7 @@ class Membership:
         self._numbers.clear()
         return True
 
-    def numbered(self, what: str) -> str:
+    def next_prefix(self, what: str) -> str:
         """Return a prefix for the store that counts uses.
 
         Each rank's n-th use meets the n-th use of the other ranks.
@@ -226,7 +226,7 @@ class Rendezvous:
                 f" {me.world_size} rank(s). Leave rank and world_size out, or start the cell with"
                 f" --gpus {max(size, rank + 1)}."
             )
-        name = me.numbered(f"group/{size}")
+        name = me.next_prefix(f"group/{size}")
         if size == 1 < me.world_size:
             name += f"/of-rank-{me.rank}"
             me.tell(

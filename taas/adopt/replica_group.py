@@ -62,7 +62,7 @@ class ReplicaGroup:
     def __init__(self, membership: Membership, *, cuda: bool) -> None:
         self.rank, self.size = membership.rank, membership.world_size
         self._membership, self._exchanges = membership, 0
-        self._name = membership.numbered("data-parallel")
+        self._name = membership.next_prefix("data-parallel")
         with_nccl = cuda and torch.cuda.device_count() >= membership.local_world_size
         self._group, _ = TORCHS._new_process_group_helper(
             self.size,

@@ -224,7 +224,7 @@ class Kind:
 _NUMBER, _NAME = "[0-9]{1,15}", r"[^\W\d]\w*"
 
 
-def _listed(one: str) -> str:
+def _list_pattern(one: str) -> str:
     """Return the pattern of a list with commas, from the pattern of one item."""
     return f"{one}(?:,{one})*"
 
@@ -319,7 +319,7 @@ def _counts_meant(text: str) -> str:
 
 
 units = Kind(
-    f"{_NUMBER}|{_listed(f'{_NAME}={_NUMBER}')}",
+    f"{_NUMBER}|{_list_pattern(f'{_NAME}={_NUMBER}')}",
     "a whole number of at least 1, or NAME=K,… with each loader once",
     "20480",
     _counts,
@@ -339,7 +339,7 @@ def ranks(*words: str) -> Kind:
             raise ValueError(text)
         return tuple(sorted({rank for end in ends for rank in range(end[0], end[-1] + 1)}))
 
-    pattern = "|".join((*words, _listed(f"{_NUMBER}(?:-{_NUMBER})?")))
+    pattern = "|".join((*words, _list_pattern(f"{_NUMBER}(?:-{_NUMBER})?")))
     allowed = f"{', '.join(words)}, or ranks such as 0,3-5"
     return Kind(pattern, allowed, "all", make, _ranks_meant)
 
@@ -361,7 +361,7 @@ def check_ranks(ranks: tuple[int, ...], world_size: int, option: str) -> None:
 
 
 names = Kind(
-    _listed(_NAME),
+    _list_pattern(_NAME),
     "names of the notebook with commas and without spaces between them, or none",
     "model,losses",
     lambda text: () if text == "none" else tuple(dict.fromkeys(text.split(","))),
@@ -443,7 +443,7 @@ run_name = Kind(
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _BACKEND = f"(?:{'|'.join(BACKENDS)})"
 backend = Kind(
-    f"{_BACKEND}|{_listed(f'(?:cpu|cuda):{_BACKEND}')}",
+    f"{_BACKEND}|{_list_pattern(f'(?:cpu|cuda):{_BACKEND}')}",
     f"{', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl",
     "gloo",
     guess=lambda text: nearest(text, (*BACKENDS, "cpu:gloo,cuda:nccl"), 0.5) or "",

@@ -75,7 +75,7 @@ def find_header(cell: str) -> HeaderText | None:
     header, body_at = _read_top(cell)
     headed = header.instance is not None or header.options is not None
     if header.problem is None:
-        header = replace(header, problem=_misplaced(cell, body_at, headed=headed))
+        header = replace(header, problem=_find_misplaced(cell, body_at, headed=headed))
     return header if headed or header.problem is not None else None
 
 
@@ -154,7 +154,7 @@ def _meant(comment: str, *, headed: bool = False) -> str | None:
     return rest if one and (option or (headed and not rest)) else None
 
 
-def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
+def _find_misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
     """Return what is wrong with a header below code; lines inside triple quotes do not count."""
     at, quotes = 0, 0
     for number, line in enumerate(cell.split("\n"), 1):

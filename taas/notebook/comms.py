@@ -65,7 +65,7 @@ class _RankComm(BaseComm):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reduced(self)
+        return _reduce_comm(self)
 
 
 def open_comms_to(publish: Publish) -> None:
@@ -83,10 +83,10 @@ def let_comms_travel() -> None:
         from ipykernel.comm.comm import BaseComm as KernelComm
     except ImportError:  # ipykernel before 6.18 has comms of its own
         return
-    copyreg.pickle(KernelComm, _reduced)
+    copyreg.pickle(KernelComm, _reduce_comm)
 
 
-def _reduced(end: BaseComm) -> tuple[Any, ...]:
+def _reduce_comm(end: BaseComm) -> tuple[Any, ...]:
     callbacks = {name: vars(end)[name] for name in ("_msg_callback", "_close_callback")}
     return _end_of, (end.comm_id, end.target_name), callbacks
 
@@ -132,20 +132,20 @@ class KernelEnds:
             return  # it was shown before, and may be shown elsewhere now; or it is closed
         end = _end_of(comm_id, said["keys"].get("target_name", ""))
         if said["msg_type"] == "comm_close":
-            with self._explained(said):
+            with self._report_errors(said):
                 (_widget_of(end) or end).close()
             return
         end.publish_msg(
             said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"]
         )
-        with self._explained(said):
+        with self._report_errors(said):
             if opens and end.target_name == _WIDGETS:
                 _make_twin(end, said)
             elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
                 _set_state(twin, said)
 
     @contextlib.contextmanager
-    def _explained(self, said: dict[str, Any]) -> Iterator[None]:
+    def _report_errors(self, said: dict[str, Any]) -> Iterator[None]:
         """Report an error of a widget's library, once for each kind of widget; the run goes on."""
         try:
             yield

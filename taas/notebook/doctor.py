@@ -182,14 +182,14 @@ def _gpus(of_torch: Sequence[str], root: Path = Path("/")) -> Finding:
     return Finding("note", "GPUs", f"{fact}: cells are rehearsed on CPU ranks", advice)
 
 
-def _limited(what: str, fact: str, limited: bool, advice: str) -> Finding:
+def _limit_finding(what: str, fact: str, limited: bool, advice: str) -> Finding:
     return Finding("note", what, fact, advice) if limited else Finding("ok", what, fact)
 
 
 def _machine() -> Iterable[Finding]:
     free, cores = memory_left().free, len(os.sched_getaffinity(0))
     advice = "a rank needs about 0.2 GB, and its model: close something"
-    yield _limited(
+    yield _limit_finding(
         "machine", f"{cores} cores, {size_in_words(free)} memory free", free < _GIB, advice
     )
     advice = "DataLoader workers and delivery need more: start the container with --shm-size=8g"
@@ -203,7 +203,7 @@ def _machine() -> Iterable[Finding]:
 
 def _room(what: str, folder: Path, advice: str) -> Finding:
     free = shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
-    return _limited(
+    return _limit_finding(
         what, f"{size_in_words(free)} to be written in {folder}", free < _GIB // 4, advice
     )
 
@@ -213,7 +213,7 @@ def _write_rule() -> Iterable[Finding]:
     advice = (
         "as root, or with user namespaces, ranks get a mount; Linux 5.13 or newer may have Landlock"
     )
-    yield _limited("write rule", fact, not fact.startswith("mount"), advice)
+    yield _limit_finding("write rule", fact, not fact.startswith("mount"), advice)
 
 
 # ---------------------------------------------------------------- taas engine slurm --check
@@ -226,7 +226,7 @@ def examine_slurm(settings: Settings) -> Iterable[Finding]:
         for line in slurm("sinfo", "--noheader", "--format=%R %D %G %l %a").splitlines():
             name, nodes, gres, limit, state = line.split()
             fact = f"{nodes} nodes, GRES {gres}, time limit {limit}, {state}"
-            yield _limited(f"partition {name}", fact, state != "up", "choose another one")
+            yield _limit_finding(f"partition {name}", fact, state != "up", "choose another one")
         yield from _node(settings, own_address(settings))
     except EngineError as error:
         advice = (

@@ -352,7 +352,7 @@ class _Program:
         parts += [_SHARE] if self.loaders else []
         parts += ["\n".join(f"{name} = {value}" for name, value in self._plain.items())]
         parts += [f"\n\n{bound.source}\n" for bound in early]
-        parts += [_LOAD.format(data=DATA), "\n".join(map(self._loaded, self.pickled))]
+        parts += [_LOAD.format(data=DATA), "\n".join(map(self._load_line, self.pickled))]
         parts += [f"\n\n{bound.source}\n" for bound in late]
         parts += [f'{of}.{_GENERATORS[of][1]}(_generators["{of}"])' for of in self._generators]
         below = "\n".join([*filter(None, parts), "", "# the cell", self._body, ""])
@@ -381,7 +381,7 @@ class _Program:
         )
         return "\n".join([*ordered, _BEGIN])
 
-    def _loaded(self, name: str) -> str:
+    def _load_line(self, name: str) -> str:
         return (
             f'{name} = _shared_loader(**_names["{name}"])'
             if name in self.loaders

@@ -15,7 +15,7 @@ from taas import errors
 from taas.capture import Capture
 from taas.errors import RunLost, TaasError
 from taas.notebook.cell_output import say
-from taas.notebook.kernel_memory import said_of_kernel_memory
+from taas.notebook.kernel_memory import kernel_memory_lines
 from taas.notebook.live_view import RunView
 from taas.notebook.supervisor_client import SupervisorClient
 from taas.runs.reader import POLL_SECONDS, build_interrupt
@@ -61,7 +61,7 @@ class Interrupts:
             )
 
     @contextlib.contextmanager
-    def raised(self, presses: int) -> Iterator[None]:
+    def raise_at(self, presses: int) -> Iterator[None]:
         """Raise a KeyboardInterrupt in the body when this many interrupts have come."""
         self._last = self.count + presses
         try:
@@ -99,7 +99,7 @@ def _begin(supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts)
                 raise getattr(errors, message.error, TaasError)(message.message)
             if isinstance(message, RunState) and message.record.live:
                 if not submit.left_to:  # kept ranks said it at their first cell
-                    say(*said_of_kernel_memory(submit.gpus, message.record.gpus))
+                    say(*kernel_memory_lines(submit.gpus, message.record.gpus))
                 return message.record
         interrupts.check(supervisor)
 
@@ -176,7 +176,7 @@ class _Foreground(RunView):
         """Ask the person; an interrupt in place of a reply interrupts the run."""
         if self._interrupts.count:
             return False
-        with self._interrupts.raised(1), contextlib.suppress(KeyboardInterrupt):
+        with self._interrupts.raise_at(1), contextlib.suppress(KeyboardInterrupt):
             return super().ask(record)
         return True
 
@@ -222,7 +222,7 @@ class _Foreground(RunView):
         # Unpacking runs code of the notebook's classes, and may not end; the first press may have
         # been meant for the run.
         presses = self._interrupts.count
-        with self._interrupts.raised(2):
+        with self._interrupts.raise_at(2):
             applied = captured.apply(self._answer)
         self.take(applied)
         # Only the object that was being unpacked may be missing, but the person wants Run All to

@@ -11,7 +11,7 @@ from taas.wording import size_in_words
 _MUCH = 1 << 30
 
 
-def said_of_kernel_memory(visible: Sequence[Gpu], of_run: Sequence[str]) -> list[str]:
+def kernel_memory_lines(visible: Sequence[Gpu], of_run: Sequence[str]) -> list[str]:
     """Return a line for each GPU of a run on which this kernel's torch has reserved over 1 GiB.
 
     It asks torch only, never CUDA.

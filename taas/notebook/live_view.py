@@ -404,7 +404,7 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
         say(why)
         return
     with os.fdopen(open_kept(record, ANSWER), "rb") as answer:
-        applied = _applied(record, answer.fileno(), captured, shell.user_ns)
+        applied = _apply_answer(record, answer.fileno(), captured, shell.user_ns)
     _brought.add(record.id)
     if captured is None and record.kernel == ProcessMark.of(os.getpid()):
         say(
@@ -416,7 +416,7 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
     say(f"names here now: {new}" if new else "no name is new")
 
 
-def _applied(
+def _apply_answer(
     record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]
 ) -> Applied:
     if captured is not None:

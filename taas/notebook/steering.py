@@ -111,7 +111,7 @@ def as_in_terminal(text: str) -> str:
     return re.sub(r"(?<!%)%taas(?! \w+ in a notebook)", "taas", text)
 
 
-def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
+def _find_named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
     return find_run(line.words[0] if line.words else None, read_records(), frontend.own, live=live)
 
 
@@ -125,7 +125,7 @@ def _until_seen(record: RunRecord, ranks: Iterable[int], screen: Screen) -> RunR
 
 
 def _logs(frontend: Frontend, line: Line) -> None:
-    record = _named(frontend, line, live=False)
+    record = _find_named(frontend, line, live=False)
     asked, size = line.options.get("rank", "all"), record.cell.spec.world_size
     ranks = tuple(range(size)) if asked == "all" else asked
     check_ranks(ranks, size, "rank")
@@ -167,7 +167,7 @@ def _only_run(frontend: Frontend) -> RunRecord:
 
 
 def _stop(frontend: Frontend, line: Line) -> None:
-    record = _named(frontend, line, live=True) if line.words else _only_run(frontend)
+    record = _find_named(frontend, line, live=True) if line.words else _only_run(frontend)
     name = record.name
     reader = RunReader(record, ())
     with connections.Visit(connections.connection_of(record)) as visit:
@@ -191,7 +191,7 @@ def _stop(frontend: Frontend, line: Line) -> None:
 
 
 def _stacks(frontend: Frontend, line: Line) -> None:
-    record = _named(frontend, line, live=True)
+    record = _find_named(frontend, line, live=True)
     with connections.Visit(connections.connection_of(record)) as visit:
         answer = visit.ask(RunRequest(run=record.name, what="stacks"), Stacks)
     shown = (
@@ -205,7 +205,7 @@ def _stacks(frontend: Frontend, line: Line) -> None:
 def _recover(frontend: Frontend, line: Line) -> None:
     records = read_records()
     asked = (
-        [_named(frontend, line, live=False)]
+        [_find_named(frontend, line, live=False)]
         if line.words
         else [run for run in records if not run.live]
     )
@@ -296,13 +296,13 @@ def _install(frontend: Frontend, line: Line) -> None:
 
 def _release(frontend: Frontend, line: Line) -> None:
     mine = [c for c in connections.all_connections() if frontend.kernel in (0, c.kernel.pid)]
-    released = [_released(connection) for connection in mine]
+    released = [_release_vms(connection) for connection in mine]
     count, ranks = sum(one.count for one in released), sum(one.ranks for one in released)
     given = f"{counted(ranks, 'kept rank')} ended, {counted(count, 'idle VM')} given back"
     say(f"{given}; the next run starts new ones")
 
 
-def _released(connection: connections.Connection) -> Released:
+def _release_vms(connection: connections.Connection) -> Released:
     """Let a supervisor give back what it has; kill one that is stopped."""
     pid = connection.supervisor.pid
     try:
@@ -370,12 +370,12 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
     "logs": _logs,
     "stop": _stop,
     "stacks": _stacks,
-    "attach": lambda frontend, line: frontend.attach(_named(frontend, line, live=False)),
-    "top": lambda frontend, line: frontend.show_ranks(_named(frontend, line, live=False)),
+    "attach": lambda frontend, line: frontend.attach(_find_named(frontend, line, live=False)),
+    "top": lambda frontend, line: frontend.show_ranks(_find_named(frontend, line, live=False)),
     "history": lambda frontend, _: frontend.show(tables.history(read_records())),
     "recover": _recover,
     "export": lambda frontend, line: say(
-        *export(_named(frontend, line, live=False), line.options.get("to", ""))
+        *export(_find_named(frontend, line, live=False), line.options.get("to", ""))
     ),
     "engine": _engine,
     "config": _config,

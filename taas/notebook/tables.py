@@ -29,7 +29,7 @@ STAYS_OPEN = (
     " o=window.taasOpen??={},k=d.dataset.taas;"
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
 )
-"""Follows :func:`folded` parts: a front end that runs scripts then keeps those open that the user
+"""Follows :func:`fold` parts: a front end that runs scripts then keeps those open that the user
 opened, when a newer view replaces this one.
 """
 _NOTIFIES = (
@@ -284,7 +284,7 @@ def stacks(places: Iterable[StackGroup]) -> Shown:
     for place in places:
         text += [f"  {place}", *(f"      {frame}" for frame in place.stack)]
         frames = html.escape("\n".join(place.stack))
-        opens = folded(f"stack-{place.ranks}", str(place), f"<pre>{frames}</pre>")
+        opens = fold(f"stack-{place.ranks}", str(place), f"<pre>{frames}</pre>")
         marked += opens if frames else plain(str(place)).html
     return Shown("\n".join(text), marked)
 
@@ -411,7 +411,7 @@ def plain(text: str) -> Shown:
     return Shown(text, f"<div>{html.escape(text)}</div>")
 
 
-def folded(key: str, summary: str, inside: str) -> str:
+def fold(key: str, summary: str, inside: str) -> str:
     """Return HTML that a click opens; ``key`` identifies it in this view and in newer ones."""
     return f'<details data-taas="{key}"><summary>{html.escape(summary)}</summary>{inside}</details>'
 
@@ -434,7 +434,7 @@ def table(
         heads: of the columns.
         rows: their cells.
         remarks: for each row, a text of any length to show below it.
-        opened: for each row, by the key of :func:`folded`, the HTML that its last cell opens, if
+        opened: for each row, by the key of :func:`fold`, the HTML that its last cell opens, if
             there is some.
     """
     used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
@@ -451,7 +451,7 @@ def table(
     for row, remark, (key, more) in zip(rows, remarks or [""] * len(rows), inner, strict=True):
         *cells, last = map(html.escape, row)
         text.append(line_of(row))
-        body += _row_in_html("td", [*cells, folded(key, row[-1], more) if more else last])
+        body += _row_in_html("td", [*cells, fold(key, row[-1], more) if more else last])
         if remark:
             text.append(f"    {remark}")
             body += _row_in_html("td", [html.escape(remark)], f' colspan="{len(heads)}"')

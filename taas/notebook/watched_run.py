@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taas.notebook.tables import STAYS_OPEN, Shown, folded, line, plain, table
+from taas.notebook.tables import STAYS_OPEN, Shown, fold, line, plain, table
 from taas.runs.events import last_written
 from taas.runs.records import RunRecord
 from taas.wire.ranks import RankUse
@@ -38,7 +38,7 @@ class _Written(NamedTuple):
     lines: Sequence[str] = ()
     display: Mapping[str, Any] = {}
 
-    def opened(self, *, drawn: bool) -> str:
+    def inner_html(self, *, drawn: bool) -> str:
         """Return the HTML that the rank's row opens; empty if the row shows it all.
 
         ``drawn``: with the rank's last display.
@@ -65,7 +65,7 @@ def render_run(record: RunRecord, now: float | None = None) -> Shown:
     if not record.use and not any(written and written.lines for written in ranks):
         return above
     busy = f"{record.busy:.0f} % busy · " if record.live and record.busy is not None else ""
-    below = folded(record.id, f"{busy}each rank's state, use and output", _rows(record, ranks).html)
+    below = fold(record.id, f"{busy}each rank's state, use and output", _rows(record, ranks).html)
     return Shown(above.text, f"{above.html}{below}{STAYS_OPEN}")
 
 
@@ -136,7 +136,7 @@ def _rows(record: RunRecord, ranks: Sequence[_Written | None]) -> Shown:
     shown = record.cell.spec.shown_ranks()  # the cell shows their displays already
     opened = {
         f"{record.id}-{rank}": (
-            written.opened(drawn=not record.live and rank not in shown) if written else ""
+            written.inner_html(drawn=not record.live and rank not in shown) if written else ""
         )
         for rank, written in enumerate(ranks)
     }

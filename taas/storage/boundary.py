@@ -110,7 +110,7 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
     places = [os.path.join(root, path) for path in shared]
     for place in places:
         Path(place).mkdir(parents=True, exist_ok=True)
-    wanted = [*places, *writable, *_nobodys(root)]
+    wanted = [*places, *writable, *_never_project(root)]
     inside: list[str] = []
     for real in sorted(
         {os.path.realpath(path) for path in wanted if os.path.lexists(path)}, key=len
@@ -124,7 +124,7 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
     return Boundary(root, tuple(inside))
 
 
-def _nobodys(root: str) -> list[str]:
+def _never_project(root: str) -> list[str]:
     """Return the caches, temporary and device directories, which never have project files."""
     home = os.path.realpath(os.path.expanduser("~"))
     caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]

@@ -93,8 +93,8 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
         put = _put_into_saves(folders, project)
         kept = kept_versions(folders, project)
         said = [
-            *_told_of_saves(put),
-            *_told(kept, run, project, _begun(folders[0]) if folders else NEVER),
+            *_lines_about_saves(put),
+            *_lines_about_kept(kept, run, project, _begun(folders[0]) if folders else NEVER),
         ]
         wanted = {file for versions in kept.values() for file in versions.values()}
         for folder in folders:
@@ -156,7 +156,7 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
         )
     lacking = {
         root / path: source
-        for path, source in _named(versions)
+        for path, source in _name_versions(versions)
         if not _are_same(source, root / path)
     }
     taken = [str(target.relative_to(root)) for target in lacking if os.path.lexists(target)]
@@ -188,7 +188,7 @@ def _put(source: Path, target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
+def _name_versions(versions: Versions) -> Iterator[tuple[str, Path]]:
     for path, of_ranks in versions.items():
         first, *others = sorted(of_ranks)
         yield path, of_ranks[first]
@@ -220,7 +220,7 @@ def _written(folder: Path) -> list[tuple[int, str, Path]]:
     ]
 
 
-def _told_of_saves(put: dict[str, int]) -> Iterator[str]:
+def _lines_about_saves(put: dict[str, int]) -> Iterator[str]:
     if put:
         yield (
             f"put into the project: {_some(list(put))} ({counted(len(put), 'file')}) from"
@@ -228,7 +228,7 @@ def _told_of_saves(put: dict[str, int]) -> Iterator[str]:
         )
 
 
-def _told(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str]:
+def _lines_about_kept(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str]:
     if aside := {path: ranks for path, ranks in kept.items() if 0 in ranks}:
         yield (
             f"kept: {_describe(aside)} as the run wrote it: changed here meanwhile, so yours is as"
