@@ -293,7 +293,7 @@ class ReplicaPass:
         self._number, module_number = place
         mode = "training" if module.training else "evaluating"
         self._place = f"module {module_number}, {mode}{'' if self._grad else ', without gradients'}"
-        # The message to the other ranks, beside the batch: the outputs' shapes, and whether they
+        # The message to the other ranks, besides the batch: the outputs' shapes, and whether they
         # have gradients; the buffers that replica 0 may have changed (other replicas' are ignored);
         # class and text of an exception.
         self._outputs: list[tuple[tuple[int, ...], bool]] = []

@@ -265,7 +265,7 @@ def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# ---------------------------------------------------------------- what processes would share
+# ------------------------------------------------------------ arguments that processes share
 
 _COLLECTED = 64 << 20
 """A tensor in shared memory with more bytes than this counts as a data set, which is only read."""

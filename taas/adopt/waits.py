@@ -310,7 +310,7 @@ def is_in_a_collective(thread: int) -> bool:
     return False
 
 
-# ---------------------------------------------------------------- which collective it is
+# ---------------------------------------------------------------- the pending collective
 #
 # torch's flight recorder knows it
 # (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). It records gloo's

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SMALL = 4096
 """Bytes of a part that is not worth leaving behind."""
 _BESIDE = 1 << 20
-"""An answer needs at most this many bytes beside its parts."""
+"""An answer needs at most this many bytes besides its parts."""
 _told_parted: dict[tuple[int, str], int] = {}
 """What this process has reported of attributes that stay with it: by object id and attribute name,
 the id of the value that was reported.

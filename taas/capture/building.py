@@ -215,7 +215,7 @@ def _attribute_names(kind: str, said: Any) -> Sequence[str] | None:
     return [*(items[0] if type(items) is tuple else items)]
 
 
-# ------------------------------------------------ what blobs say; ``rest`` are an object's children
+# --------------------------------------------- contents of blobs; ``rest`` are an object's children
 #
 # ``said`` is the content of a blob: an ``OfReading`` for the kind ``reading``, an ``OfObject`` for
 # the kind ``object``. marshal has made plain tuples of both.

@@ -165,7 +165,7 @@ class Capture:
         return any(True for _ in shares_among(objects[n] for n in self.heap.reached([root])))
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
-        """Write the names, and what ranks need beside them, into a sealed memfd.
+        """Write the names, and what ranks need besides them, into a sealed memfd.
 
         Raises :class:`CaptureError` if there is no memory for it.
         """

@@ -273,7 +273,7 @@ def prepare_shell(
         )
 
 
-# ---------------------------------------------------------------- what earlier cells imported
+# ------------------------------------------------------------------- imports of earlier cells
 
 
 def modules_used(packages: Container[str]) -> list[str]:

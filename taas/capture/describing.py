@@ -32,7 +32,7 @@ _NO_NAMES = frozenset[str]()
 
 
 class Asked(NamedTuple):
-    """What a cell asks for, beside names."""
+    """What a cell asks for, besides names."""
 
     needs: Needs
     places: dict[str, Any]  # values that it uses and no name holds: magics, values of cells

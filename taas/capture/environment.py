@@ -92,7 +92,7 @@ def _is_of_library(name: str, value: str) -> bool:
     return left is not None and left.fullmatch(value) is not None
 
 
-# ---------------------------------------------------------------- what names a process
+# ------------------------------------------------------- variables that name a process
 
 
 def file_time() -> int:
@@ -147,7 +147,7 @@ def _is_of_rank(path: str, since: int) -> bool:
     return False
 
 
-# ---------------------------------------------------------------- setting them
+# ----------------------------------------------------------- setting variables
 
 
 def put_variables(_: ModuleType, told: dict[str, str | None]) -> None:

@@ -29,8 +29,8 @@ numbers that follow. The states are::
     9   ("global",  ("taas.capture.reading", "find"),                        ())
 
 State 2 is an :class:`OfReading`: object 3 makes the tensor of its class, its memory, its dtype and
-six plain arguments; the tensor has no state beside these. ARCHITECTURE.md follows ``box`` to a rank
-and back.
+six plain arguments; the tensor has no state besides these. ARCHITECTURE.md follows ``box`` to a
+rank and back.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ _atomic = ATOMS.issuperset
 _count = sys.getrefcount
 
 
-# ---------------------------------------------------- who else holds it: reference counts, measured
+# -------------------------------------------------------- other holders: reference counts, measured
 
 
 def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:

@@ -111,7 +111,7 @@ class Heap(FlatStates):
     ``before`` is filled only while a heap is compared with itself.
     """
 
-    # ------------------------------------------------------------ what is in it
+    # ----------------------------------------------------------------- contents
 
     def size(self, numbers: Iterable[int]) -> int:
         """Return about how many bytes it takes to write some objects: their states and memory."""
@@ -533,7 +533,7 @@ def _has_told_state(state: State | None) -> bool:
     return _content_of(state).is_attributes is not None
 
 
-# ---------------------------------------------------------------- what cannot travel
+# -------------------------------------------------------- objects that cannot travel
 
 
 _MEMBERS = ("__defaults__", "__kwdefaults__", "__self__")

@@ -1,4 +1,4 @@
-"""Holders of data beside names: modules of the project, loggers, display formatters.
+"""Holders of data besides names: modules of the project, loggers, display formatters.
 
 A module travels by its name. The state of a project's module is its data (``helper.counter``) and
 the data of its classes (``helper.Model.count``). They travel if the cell reaches the module through
@@ -176,7 +176,7 @@ def _is_data(value: Any) -> bool:
     return cls is not object and cls.__module__ not in _NOT_DATA_OF
 
 
-# ---------------------------------------------------------------- which of them
+# -------------------------------------------------- modules that a cell reaches
 
 
 def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
@@ -205,7 +205,7 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
     return found
 
 
-# ---------------------------------------------------------------- all that holds something
+# ----------------------------------------------------------------------------- all holders
 
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
 _listed: set[str] = set()

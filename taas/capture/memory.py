@@ -159,7 +159,7 @@ def _read_at(fd: int, target: memoryview, offset: int) -> None:
         target, offset = target[done:], offset + done
 
 
-# ---------------------------------------------------------------- what is sent
+# -------------------------------------------------------------- memory to send
 
 
 class SentMemory:
@@ -226,7 +226,7 @@ def merge_spans(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-# ---------------------------------------------------------------- what is there
+# ------------------------------------------------------- memory of this process
 
 
 @dataclass(slots=True)
@@ -372,7 +372,7 @@ def new_memory(region: Region, fd: int) -> Stretch:
     return Stretch(address, region.nbytes, owner, storages=storages, spans=region.spans)
 
 
-# ---------------------------------------------------------------- whether it is what it was
+# ---------------------------------------------------------------------------------- changes
 #
 # For most memory, the system tells which pages were written to (taas.page_watch); such a page
 # counts as changed, whatever it holds now. The rest is checksummed by parts: in host memory by

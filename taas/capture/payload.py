@@ -237,7 +237,7 @@ class Payload:
     def map_memory(
         self, device: str | None, known: dict[int, Stretch] | None = None
     ) -> MemoryTable:
-        """Return the file's memory as one private mapping, beside ``known`` memory by region.
+        """Return the file's memory as one private mapping, besides ``known`` memory by region.
 
         Memory from a CUDA device goes to ``device``; if that is ``cuda``, to the device of the same
         number; if it is None, to host memory.
@@ -264,7 +264,7 @@ class Payload:
         return self.header.first_region + len(self.header.regions)
 
     def copy_memory(self, known: dict[int, Stretch]) -> MemoryTable:
-        """Return its memory as new host memory, beside the ``known`` memory of the payload.
+        """Return its memory as new host memory, besides the ``known`` memory of the payload.
 
         Regions for which there is no memory are lacking, the largest first.
         """

@@ -115,7 +115,7 @@ class Row(NamedTuple):
     """One kind of state of a process, which is ``put`` when its ``library`` is imported.
 
     Of a dict, the changed entries travel, with None for deleted ones. Of a list, the items travel,
-    except those that a rank had beside the notebook's. Any other value travels whole.
+    except those that a rank had besides the notebook's. Any other value travels whole.
     """
 
     name: str
@@ -156,7 +156,7 @@ def _setting(name: str, library: str, get: str, put: str) -> Row:
     return Row(name, library, take, lambda module, value: operator.attrgetter(put)(module)(value))
 
 
-# ---------------------------------------------------------------- how things look
+# --------------------------------------------------------------- display settings
 
 _PLAIN = (str, int, float, bool, type(None))
 _UNSET = 0, True, False
@@ -271,7 +271,7 @@ def _put_collection(collector: Any, told: tuple[bool, tuple[int, ...]]) -> None:
     collector.set_threshold(*told[1])
 
 
-# ---------------------------------------------------------------- what is reported
+# --------------------------------------------------------------- logs and warnings
 
 
 def _level_names(log: Any) -> tuple[dict[str, int], dict[int, str]]:

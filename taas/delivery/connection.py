@@ -208,7 +208,7 @@ class DeliveryConnection:
         address, key = self._receiver.address, self._receiver.key
         self._control.send(Hello(address=address, key=key))
 
-    # ── what a loader asks ────────────────────────────────────────────────────────────────────────
+    # ── for loaders ───────────────────────────────────────────────────────────────────────────────
 
     def welcome(self) -> dict[str, tuple[int, LoaderFacts]]:
         """Return the loaders' facts; wait until the planner has sent them."""

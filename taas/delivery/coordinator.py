@@ -296,7 +296,7 @@ class Coordinator:
                 steps = f"{units} units over {ranks} ranks are {units // ranks} steps a rank"
                 self._report(Note(f"'{facts.name}': {steps}; {units % ranks} units are left over"))
 
-    # ── who is there ──────────────────────────────────────────────────────────────────────────────
+    # ── presence ──────────────────────────────────────────────────────────────────────────────────
 
     def _planner_lost(self) -> None:
         self._lost.add(PLANNER)

@@ -338,7 +338,7 @@ class Ledger:
                 best, least = worker, busy
         return best
 
-    # ── how it stands ─────────────────────────────────────────────────────────────────────────────
+    # ── state ─────────────────────────────────────────────────────────────────────────────────────
 
     def is_full(self, loader: LoaderState) -> bool:
         """Return whether a loader has planned elements, but none may be made now.

@@ -133,7 +133,7 @@ class DataReceiver:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.key = b""  # workers need it to connect, beside the address
+        self.key = b""  # workers need it to connect, besides the address
         self.gate: Gate | None = None  # answer it, if there is one; workers wait for it
         if not folder:
             self.socket.setsockopt(zmq.RCVBUF, 4 << 20)

@@ -79,7 +79,7 @@ class SlurmEngine(DrivenEngine):
             )
 
 
-# ---------------------------------------------------------------- what is asked
+# --------------------------------------------------------------------- requests
 
 
 class Settings(NamedTuple):

@@ -80,7 +80,7 @@ class SlurmDriver:
                 self._look()
         self._cancel(self._jobs)
 
-    # ------------------------------------------------------------ what the supervisor asks
+    # ---------------------------------------------------------- requests of the supervisor
 
     def _hear_supervisor(self) -> None:
         data = os.read(sys.stdin.fileno(), 1 << 16)

@@ -174,7 +174,7 @@ def _find_misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- judging it
+# ------------------------------------------------------------------ checking
 
 
 def parse_header(
@@ -226,7 +226,7 @@ def is_setup(header: HeaderText | None) -> bool:
 
 
 def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
-    """Refuse other options beside ``--setup``: a setup cell is not a run."""
+    """Refuse other options besides ``--setup``: a setup cell is not a run."""
     if "setup" not in given:
         return
     others = [f"--{name}" for name in given if name != "setup"] + ([kind.name] if kind else [])

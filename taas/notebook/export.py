@@ -160,7 +160,7 @@ def main(folder: str, to: str) -> None:
     sys.stdout.write("\n".join([said, *written.notes]) + "\n")
 
 
-# ---------------------------------------------------------------- what cells bind
+# -------------------------------------------------------------- bindings of cells
 
 
 class _Bound(NamedTuple):

@@ -333,7 +333,7 @@ def show_live_table(publisher: Any) -> None:
     _newest_table = LiveDisplay(publisher, look)
 
 
-# ---------------------------------------- runs that go on by themselves, and coming back to any run
+# -------------------------------------------------------- background runs, and attaching to any run
 
 _brought: set[str] = set()
 

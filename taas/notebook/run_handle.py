@@ -40,7 +40,7 @@ class RunHandle:
         self._record = record
         self._value, self._by_rank = value, by_rank
 
-    # ------------------------------------------------------------ how it stands
+    # -------------------------------------------------------------------- state
 
     def done(self) -> bool:
         """Return whether the run has ended, in whatever way."""
@@ -123,7 +123,7 @@ class RunHandle:
         self._record = read_record(self.folder) or self._record
         return self._record
 
-    # ------------------------------------------------------------ what one does to it
+    # ------------------------------------------------------------------------ actions
 
     def stop(self, *, now: bool = False) -> None:
         """Stop the run as the interrupt button stops a cell: its ``except`` and ``finally`` run.
@@ -156,7 +156,7 @@ class RunHandle:
                     else output.text
                 )
 
-    # ------------------------------------------------------------ how it is shown
+    # -------------------------------------------------------------------- display
 
     def _shown(self) -> tuple[Shown, bool]:
         """Return the present view of the run, and whether the run goes on."""

@@ -265,7 +265,7 @@ def pack(
 ) -> Archive:
     """Pack a project in its present state.
 
-    Paths in ``always`` travel whatever their size, beside those within the limits.
+    Paths in ``always`` travel whatever their size, besides those within the limits.
 
     ``known`` has the files that VMs have already, with the state that they had here then. Of these,
     files that are too large do not travel again, and those that have changed are removed there.
@@ -308,7 +308,7 @@ def _choose(
     return chosen
 
 
-# ---------------------------------------------------------------- what is changed on a VM, and back
+# ------------------------------------------------------------------------ changes on a VM, and back
 
 
 class Changes:

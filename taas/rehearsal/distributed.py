@@ -67,7 +67,7 @@ def _rewrite_init(arguments: Arguments) -> None:
     arguments["backend"] = arguments.get("backend") or "gloo"
 
 
-# ---------------------------------------------------------------- which backend a group has
+# ----------------------------------------------------------------------- backends of groups
 #
 # A program gets the name of the backend that it asked for, because libraries compare that with the
 # name that they would have asked for. torch's own code, which works differently for each backend,
@@ -209,7 +209,7 @@ def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) 
             running.lerp_(value.to(running.dtype), momentum)  # type: ignore[union-attr]
 
 
-# ---------------------------------------------------------------- what NCCL takes and gloo does not
+# -------------------------------------------------------- calls that NCCL accepts and gloo does not
 #
 # NCCL only counts elements; gloo requires that the shapes of the whole and of a rank's part agree.
 # NCCL averages; gloo does so since torch 2.15, but not for integers.

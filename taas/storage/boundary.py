@@ -198,7 +198,7 @@ def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
     return said
 
 
-# ---------------------------------------------------------------- what a rank is told
+# ------------------------------------------------------------------ errors for a rank
 
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
 # Messages of C libraries and programs that meet the wall: glibc, HDF5, Rust, SQLite.

@@ -199,7 +199,7 @@ WALLS: dict[str, Callable[[Boundary], str]] = {
 }
 """The walls by mechanism. A refused one raises an OSError whose text says what refuses it."""
 
-# ---------------------------------------------------------------- which wall this machine gives
+# --------------------------------------------------------------------- the wall of this machine
 
 _SECONDS = 30
 

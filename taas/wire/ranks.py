@@ -220,7 +220,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class AtImport(msgspec.Struct, frozen=True):
-    """State of a notebook's process that a module may read at import, beside the environment.
+    """State of a notebook's process that a module may read at import, besides the environment.
 
     It is empty if it cannot be determined.
 
