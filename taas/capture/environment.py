@@ -118,7 +118,7 @@ def _process_in(value: str, since: int) -> str:
     """Return which process or socket a value names, in words; empty if it names none."""
     for path in re.findall(r"/[^\s:;,'\"]+", value):
         if _is_of_rank(path, since):
-            return f"the socket {path}, which nobody serves when the ranks have ended"
+            return f"the socket {path}, which no process serves once the ranks have ended"
     numbers = {int(digits) for digits in re.findall(r"(?<![\d.])\d{2,8}(?![\d.])", value)}
     if not numbers:
         return ""

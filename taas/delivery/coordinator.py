@@ -246,8 +246,8 @@ class Coordinator:
             return
         for name, why in final.unknown.items():
             text = (
-                f"'{name}': {why}; so its generator stands in the notebook where it stood before"
-                " the cell. Seed it anew if the order of the next cell's elements matters"
+                f"'{name}': {why}; so its generator in the notebook is as it was before the cell."
+                " Seed it anew if the order of the next cell's elements matters"
             )
             self._report(Note(text))
         self._over = True
