@@ -61,7 +61,7 @@ class NotEnoughDevices(EngineError):
 
 
 class RanksGone(EngineError):
-    """The ranks that the notebook kept are not there any more."""
+    """The ranks that the notebook kept have ended."""
 
     @staticmethod
     def in_words(why: str) -> str:
@@ -114,7 +114,7 @@ class RunLost(_NoLine, RunFailed):
 
 
 class RunStopped(_NoLine, RunFailed):
-    """Somebody stopped the run: by its handle, or by ``%taas stop``."""
+    """A person stopped the run: by its handle, or by ``%taas stop``."""
 
 
 class DamagedAnswer(_NoLine, TaasError):
@@ -122,15 +122,15 @@ class DamagedAnswer(_NoLine, TaasError):
 
 
 class CannotRehearse(TaasError, RuntimeError):
-    """What was called needs a real GPU; the message names it."""
+    """A call needs a real GPU; the message names it."""
 
 
 class RehearsalWarning(UserWarning):
-    """What was asked for has no meaning in a rehearsal; the answer is neutral."""
+    """A call has no meaning in a rehearsal; its result is neutral."""
 
 
 class CannotAdopt(TaasError, RuntimeError):
-    """A launcher or wrapper cannot use the ranks that are already there."""
+    """A launcher or wrapper cannot use the ranks that exist already."""
 
 
 class RanksDisagree(CannotAdopt):

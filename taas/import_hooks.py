@@ -18,10 +18,10 @@ from typing import Any
 
 # ---------------------------------------------------------------- what sys.modules has
 #
-# A lazy module imports itself when it is asked for an attribute, or raises there: one of
-# ``importlib.util.LazyLoader`` for any, one with a ``__getattr__`` (speechbrain's) for any that it
-# does not have, ``__file__`` among them. Whoever only looks around must not set that off. So
-# modules that are found in ``sys.modules`` are asked by these functions, not by ``getattr``.
+# A lazy module imports itself when an attribute is read, or raises there: one of
+# ``importlib.util.LazyLoader`` for any attribute, one with a ``__getattr__`` (speechbrain's) for
+# any that it lacks, such as ``__file__``. Code that only looks around must not trigger that. So
+# these functions, and not ``getattr``, read attributes of modules in ``sys.modules``.
 
 _Unexecuted: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 """The class of a module of ``LazyLoader`` until its first use."""
@@ -37,13 +37,13 @@ def attributes_of(module: Any) -> dict[str, Any]:
     """Return the ``__dict__`` of a module or object, past its class; empty without one."""
     try:
         found: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    except AttributeError:  # None, or what a program has put into sys.modules
+    except AttributeError:  # None, or an object that a program has put into sys.modules
         return {}
     return found
 
 
 def attribute_of(name: str, attribute: str, default: Any = None) -> Any:
-    """Return an attribute of an imported module, else the default; nothing is set off."""
+    """Return an attribute of an imported module, or the default; this triggers no import."""
     return attributes_of(sys.modules.get(name)).get(attribute, default)
 
 
@@ -54,7 +54,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class _Changed(importlib.abc.Loader):
-    """Loads a module as its own loader does, and changes it before anybody uses it."""
+    """Loads a module as its own loader does, and changes it before any code uses it."""
 
     def __init__(
         self, native: importlib.abc.Loader, changes: Sequence[Change], arounds: Sequence[Around]
@@ -78,7 +78,7 @@ class _Changed(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules that have a change or a context waiting, by the finders after it."""
+    """Finds modules for which a change or a context waits, through the finders after it."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}
@@ -90,7 +90,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        # A change waits until the import, not the search: libraries look whether others are
+        # A change waits until the import, not the search: libraries search for others to see
+        # whether they are installed.
         # installed.
         # a reload (it has a target) executes the module anew in a notebook, too
         is_known = fullname in self.known and target is None
@@ -112,7 +113,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     @contextmanager
     def _first_time(self, name: str) -> Iterator[None]:
-        """Once a known module is there, another import of it is the program's own wish."""
+        """Yield at the first import; a later import of a known module is the program's own wish."""
         self.known.discard(name)
         with self.around_known():
             yield
@@ -124,7 +125,7 @@ _finder = _Finder()
 def after_import(name: str, change: Change) -> None:
     """Call ``change(module)`` right after a module is executed, or now if it has been."""
     module = sys.modules.get(name)
-    if module is not None:  # a lazy one is executed by that: there is something to change
+    if module is not None:  # a lazy module is executed by this, so that it can be changed
         change(module)
         return
     _finder.changes.setdefault(name, []).append(change)
@@ -161,14 +162,13 @@ def _begin() -> None:
 
 
 def imported_since(known: set[str]) -> list[str]:
-    """Return the names of the modules that are not among the known ones, and add them to those.
+    """Return the names of the modules that are not in ``known``, and add them to it.
 
-    Modules that are known are not looked at: in a forked rank each touched page is a copied one, 5
-    ms for all names.
+    Known modules are not touched: in a forked rank each touched page is copied, 5 ms for all names.
     """
     count = max(0, len(sys.modules) - len(known))
     *new, before = itertools.islice(reversed(sys.modules), count + 1)
-    if before not in known or not known.isdisjoint(new):  # one was removed, or put in anew
+    if before not in known or not known.isdisjoint(new):  # one was removed, or imported again
         new = [name for name in [*sys.modules] if name not in known]
     known.update(new)
     return new
@@ -201,17 +201,15 @@ def may_be_of_project(name: str) -> bool:
 
 
 _noted: dict[str, tuple[object, int]] = {}
-"""By name, the spec that a module was loaded with, and when its file had been changed last, in
-nanoseconds.
-"""
+"""By name, the spec with which a module was loaded, and the time (ns) of its file's last change."""
 
 
 def note_files(_result: object = None) -> None:
-    """Note the times of the files of modules that were imported or reloaded since.
+    """Record the times of the files of modules that were imported or reloaded since the last call.
 
-    This is done before and after each cell.
+    This runs before and after each cell.
 
-    ``%autoreload`` may change a module's functions in place, and leaves its spec alone then.
+    ``%autoreload`` may change a module's functions in place; then it leaves the spec alone.
     """
     reloaded = _reloaded_by_itself()
     for name, module in list(sys.modules.items()):
@@ -222,13 +220,11 @@ def note_files(_result: object = None) -> None:
 
 AUTORELOAD = "IPython.extensions.autoreload"
 _times_of_autoreload: dict[str, float] = {}
-"""By name, when the file had been changed that ``%autoreload`` had looked at last, at the last
-note.
-"""
+"""By name, the file's time that ``%autoreload`` had seen last, as of the last record."""
 
 
 def _reloaded_by_itself() -> set[str]:
-    """Return the modules that ``%autoreload`` has reloaded since the last note, if it could."""
+    """Return the modules that ``%autoreload`` has reloaded since the last record, if it could."""
     reloader = _autoreload()
     if reloader is None:
         return set()
@@ -242,7 +238,7 @@ def _reloaded_by_itself() -> set[str]:
 
 
 def _autoreload() -> Any:
-    """Return what ``%autoreload`` reloads with, where that extension is loaded."""
+    """Return the object with which ``%autoreload`` reloads, if that extension is loaded."""
     if AUTORELOAD not in sys.modules:
         return None
     shell = sys.modules["IPython"].get_ipython()
@@ -251,7 +247,7 @@ def _autoreload() -> Any:
 
 
 def is_edited(name: str) -> bool:
-    """Tell whether the file of a module that was noted is another one now."""
+    """Tell whether the file of a recorded module has changed since."""
     spec, changed_at = _noted.get(name, (None, 0))
     return spec is not None and _changed_at(getattr(spec, "origin", None)) != changed_at
 
@@ -259,7 +255,7 @@ def is_edited(name: str) -> bool:
 def _changed_at(file: str | None) -> int:
     try:
         return Path(file).stat().st_mtime_ns if file else 0
-    except OSError:  # "built-in", and what was removed
+    except OSError:  # "built-in", or removed
         return 0
 
 

@@ -2,8 +2,8 @@
 
 The limit of a container is that of a control group (cgroups(7)), and the machine around it may have
 far more. A group's usage includes its page cache: after a data set of 4 GB was read in a pod of
-4 GB, nothing would be left. The system gives clean pages of files back as soon as memory is needed,
-so here they count as free. Pages of shared memory stay until their last user closes them.
+4 GB, nothing would be left. The system frees clean pages of files as soon as memory is needed, so
+they count as free here. Pages of shared memory stay until their last user closes them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SCARCE_SHARE = 0.1
 class MemoryLeft(NamedTuple):
     """Memory in bytes, of the machine or of the control group that has less left."""
 
-    free: int  # what can be had without taking memory from any process
+    free: int  # available without taking memory from any process
     total: int
 
     @property
     def is_scarce(self) -> bool:
-        """Whether so little is left that nobody should take any ahead of need."""
+        """Whether so little is left that no process should take memory in advance."""
         return self.free < _SCARCE_SHARE * self.total
 
 
 class _Version(NamedTuple):
-    """The names that one version of control groups has for the same things."""
+    """The names that one version of control groups has for the same figures."""
 
     limit: str
     used: str
@@ -71,16 +71,16 @@ def _left_in(version: _Version, folder: Path) -> MemoryLeft:
     used = int((folder / version.used).read_text())
     lines = (folder / "memory.stat").read_text().splitlines()
     stat = dict(line.split() for line in lines)
-    # sandboxes that imitate control groups may leave lines out
+    # sandboxes that imitate control groups may lack lines
     reclaimable = sum(int(stat.get(name, "0")) for name in version.reclaimable)
     return MemoryLeft(limit - max(0, used - reclaimable), limit)
 
 
 def _groups() -> Iterator[tuple[_Version, Path]]:
-    """Yield the folders of the control groups that this process is in, and of those around them.
+    """Yield the folders of the control groups of this process, and of those around them.
 
     A container often sees its own group as the root of the hierarchy, while the path in
-    /proc/self/cgroup begins further up. Such a path leads nowhere; the root is read in any case.
+    /proc/self/cgroup begins further up. Such a path does not exist; the root is read in any case.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

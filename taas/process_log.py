@@ -21,26 +21,23 @@ from pathlib import Path
 
 from taas.runs.places import runtime_folder
 
-_LARGEST = 1 << 19  # bytes of a file; the one before it stays beside it
+_LARGEST = 1 << 19  # bytes of a file; the previous one is kept beside it
 _MOST_FILES = 100
 BROKE_DOWN = "the supervisor broke down"
 _FREQUENT = frozenset({"Alive", "Chunk", "Taken", "RanksUse", "RanksSeen", "LookAtRanks"})
-"""Messages that come again and again while nothing else happens. They are logged at DEBUG."""
+"""Messages that repeat while nothing else happens; they are logged at DEBUG."""
 _TOLD = ("what", "stage", "how", "outcome", "rank")
 _WORD = re.compile(r"[a-z]+( [a-z]+)?")
 
 
 def log_file(supervisor: int, agent: str = "") -> Path:
-    """Return the log file of a supervisor, by its process id, or of one of its agents.
-
-    An agent is called ``agent-0``, for one.
-    """
+    """Return the log file of a supervisor, by its process id, or of its agent (``agent-0``)."""
     name = f"supervisor-{supervisor}"
     return runtime_folder("logs") / f"{name}{agent and f'-{agent}'}.log"
 
 
 def log_files(supervisor: int) -> list[Path]:
-    """Return the log files that there are of a supervisor and of its agents, older parts first."""
+    """Return the existing log files of a supervisor and of its agents, older parts first."""
     files = runtime_folder("logs").glob(f"supervisor-{supervisor}[.-]*")
     return sorted(files, key=lambda path: (path.name.partition(".log")[0], -len(path.name)))
 
@@ -86,7 +83,7 @@ def remove_old_files() -> None:
 
 
 def log_message(logger: logging.Logger, what: str, message: object) -> None:
-    """Log the kind of a message that was heard or is sent, and of the one that it carries.
+    """Log the kind of a message that was received or is sent, and of the message that it carries.
 
     ``what`` says which of the two.
     """
@@ -98,7 +95,7 @@ def log_message(logger: logging.Logger, what: str, message: object) -> None:
         words.append(f"of job {job}")
     for field in _TOLD:
         value = getattr(carried, field, None)
-        # a reason in words may quote the user's: only a single word is one of the protocol's
+        # a reason in words may quote the user's; only single words belong to the protocol
         if isinstance(value, int) or (isinstance(value, str) and _WORD.fullmatch(value)):
             words.append(f"{field}={value}")
     logger.log(logging.DEBUG if kind in _FREQUENT else logging.INFO, "%s", " ".join(words))

@@ -21,8 +21,8 @@ from taas.errors import EngineError
 from taas.wording import shown_path, size_in_words
 
 _ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
-_FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # at most, with their folders
-# after so long, what a process of another machine left counts as abandoned
+_FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # the most, with their folders
+# after this time, files of a process on another machine count as abandoned
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
@@ -54,8 +54,10 @@ def write_private(path: Path, data: bytes | mmap.mmap) -> None:
 def check_room(ranks: int, *, local: bool) -> None:
     """Check that there is room for a run's folder, and for the semaphores of ranks on this machine.
 
-    ``ranks``: how many there will be; each has its own files in the run's folder. An EngineError
-    names the folder, what it lacks, and what to do.
+    ``ranks`` is the number of ranks to come; each has its own files in the run's folder.
+
+    Raises:
+        EngineError: it names the folder, what that lacks, and what to do.
     """
     root = Path(jupyter_runtime_dir()) / "taas"
     try:
@@ -106,11 +108,11 @@ def _lack(folder: Path, files: int = 1) -> str:
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """A process that is not confused with another one, even when the clock is set meanwhile.
+    """A process that cannot be confused with another one, even if the clock is set meanwhile.
 
     Attributes:
-        born: in the system's ticks since it was booted.
-        boot: which start of which machine or container that was.
+        born: in ticks since the system was booted.
+        boot: which boot of which machine or container that was.
         host: the machine's name; several may share a home directory.
     """
 
@@ -138,14 +140,11 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether it belongs to another machine or container.
-
-        Then it cannot be looked up here.
-        """
+        """Return whether it is on another machine or container, and so cannot be looked up here."""
         return self.host not in ("", socket.gethostname())
 
     def has_left(self, file: Path) -> bool:
-        """Return whether it is gone for good, and does not use a file that it wrote any more."""
+        """Return whether it is gone for good, and no longer uses a file that it wrote."""
         if self.elsewhere:
             return time.time() - file.stat().st_mtime > _FORGOTTEN_SECONDS
         return not self.lives

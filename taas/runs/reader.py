@@ -1,8 +1,8 @@
-"""Reads all that is known of a run from its folder (runs/records.py).
+"""Reads everything that is known of a run from its folder (runs/records.py).
 
 The launching cell, ``attach``, ``logs`` and the command line use this reader, each with another
 screen. It needs no supervisor and blocks nothing; output that it has not read waits in the files.
-``finish`` raises what the run's end raises in its cell.
+``finish`` raises the run's error in its cell.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from taas.wording import counted, named
 
 POLL_SECONDS = 0.015  # between two looks for new output
 LOOK_SECONDS = 0.1  # between two looks at the record
-_LAST_CHARACTERS = 1000  # of its unseen output are shown when a rank asks something
+_LAST_CHARACTERS = 1000  # of a rank's unseen output are shown when it asks something
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -27,7 +27,7 @@ class RunReader:
     """Reads one run: its current record, and the output of its ranks over all its starts, once.
 
     Args:
-        record: the run, as it was when somebody found it.
+        record: the run, as it was when it was found.
         ranks: the ranks whose output is read; None: those that the run shows.
     """
 
@@ -46,9 +46,9 @@ class RunReader:
             self._files[rank] = RankEvents(self._output / str(rank), rank)
 
     def include(self, rank: int) -> list[Output]:
-        """Also read what this rank writes, since it asks something.
+        """Read this rank's output, too, because it asks something.
 
-        Returns the last part of its earlier output.
+        Return the last part of its earlier output.
         """
         if rank in self._ranks:
             return []
@@ -63,16 +63,16 @@ class RunReader:
     def over(self) -> bool:
         """Return whether the run is over, as far as is known.
 
-        Then :meth:`read` returns all that is left.
+        If it is, :meth:`read` returns all that is left.
         """
         return self.removed or not self.record.live
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is time to look for new output, at most so long."""
+        """Wait at most ``seconds`` until it is time to look for new output."""
         time.sleep(min(seconds, POLL_SECONDS))
 
     def look(self, *, at_once: bool = False) -> RunRecord:
-        """Read the record, if it may have changed, or at once."""
+        """Read the record if it may have changed, or always if ``at_once``."""
         if not self._told and (at_once or time.monotonic() >= self._look_at):
             self._look_at = time.monotonic() + LOOK_SECONDS
             record = read_record(self._folder)
@@ -81,7 +81,7 @@ class RunReader:
         return self.record
 
     def read(self) -> list[Output]:
-        """Return the next output, some hundred KiB at most; nothing if that is all for now.
+        """Return the next output, at most some hundred KiB; nothing if there is no more for now.
 
         Each start of the run is read to its end before the next one, which the record has
         announced.
@@ -98,11 +98,11 @@ class RunReader:
                 return [Output(0, "note", note)]
 
     def end(self, record: RunRecord) -> None:
-        """Take over the last record, as the supervisor sent it; a full disk may lack it."""
+        """Take the last record from the supervisor; after a full disk the folder may lack it."""
         self.record, self._told = record, True
 
     def skip(self) -> bool:
-        """Leave unread output in the files; return whether it was being read until now."""
+        """Leave unread output in the files; return whether it was still being read."""
         wanted = bool(self._files)
         self._files, self._start = {}, self.record.restarts
         return wanted
@@ -116,7 +116,7 @@ def finish(record: RunRecord) -> None:
             f"{record.name} was {record.message or 'interrupted'}: {fate}; {record.names}"
         )
     if record.outcome == "lost":
-        if record.error != RunLost.__name__:  # it never began
+        if record.error != RunLost.__name__:  # the run never began
             raise getattr(errors, record.error)(record.message)
         error = RunLost(f"{record.message}; {record.names}. The next cell starts anew.")
         error.run = record.name
@@ -136,7 +136,7 @@ def build_interrupt(fact: str) -> KeyboardInterrupt:
 
 
 def _others_in_words(record: RunRecord) -> str:
-    """Say what happened to the other ranks when one had failed."""
+    """Say what happened to the other ranks after one had failed."""
     said = ""
     if record.waited:
         all_others = record.waited == record.cell.spec.world_size - 1

@@ -1,4 +1,4 @@
-"""What is kept of runs on disk: one folder for each, which outlives kernel and supervisor.
+"""The records of runs on disk: one folder for each run, which outlives kernel and supervisor.
 
 ::
 
@@ -13,9 +13,9 @@
         loaders         states of registered loaders: these three of background runs, for `attach`
 
 Each file has one writer: the run's supervisor writes the record, and each rank its output, which is
-mirrored here from other hosts. Everything else reads (runs/reader.py): the launching cell,
-``status``, ``history``, ``logs`` and ``attach`` need no supervisor. Old runs make room for new
-ones.
+mirrored here from other hosts. All other processes read (runs/reader.py): the launching cell,
+``status``, ``history``, ``logs`` and ``attach`` need no supervisor. Old runs are removed to make
+room for new ones.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class RunRecord(Verdict, kw_only=True):
     def busy(self) -> float | None:
         """Return how busy its GPUs are, in percent on average.
 
-        Where that is not known, or without GPUs, a processor for each rank counts.
+        Without GPUs, or if that is not known, this is the use of one processor for each rank.
         """
         gpus = [rank.gpu for rank in self.use if rank.gpu is not None]
         shares = gpus or [rank.cpu for rank in self.use]
@@ -163,7 +163,7 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def live(self) -> bool:
-        """Return whether it goes on."""
+        """Return whether the run still goes on."""
         return self.state != "over"
 
     @property
@@ -188,7 +188,7 @@ def output_folder(folder: Path, restarts: int) -> Path:
 
 
 def runs_root() -> Path:
-    """Return the folder of all runs of this user, made if it is not there."""
+    """Return the folder of all runs of this user; make it if it is missing."""
     return runtime_folder("runs")
 
 
@@ -216,15 +216,16 @@ _read = MessageReader(RunRecord, msgspec.json)
 def write_record(record: RunRecord) -> None:
     """Replace a run's record.
 
-    Raises an OSError if the disk is full, for example.
+    Raises:
+        OSError: for example, the disk is full.
     """
     write_private(record.folder / _RECORD, msgspec.json.encode(record))
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Read a run's record; None if there is none, or it cannot be read.
+    """Read a run's record; return None if there is none, or it cannot be read.
 
-    A run whose supervisor has died was lost with it; the supervisor could not write that down.
+    A run whose supervisor has died counts as lost with it; the supervisor could not record that.
     """
     path = folder / _RECORD
     try:
@@ -233,7 +234,7 @@ def read_record(folder: Path) -> RunRecord | None:
         if record.live and not record.supervisor.lives:
             # it may have ended at this moment
             record = _read(path.read_bytes())
-    except (OSError, Unreadable):  # removed meanwhile, or of another version of taas
+    except (OSError, Unreadable):  # removed meanwhile, or written by another version of taas
         return None
     if record.kept_ranks is not None and not record.supervisor.lives:
         record.kept_ranks, record.ranks_gone = None, "their supervisor ended"
@@ -278,8 +279,8 @@ def of_notebook(
 ) -> list[RunRecord]:
     """Return the runs of a notebook: those of its kernel, its path, or its earlier kernels.
 
-    If front ends do not say their notebooks' paths, and its kernel has no runs, return those of its
-    project that may be its own, because their kernels are gone.
+    If front ends do not tell their notebooks' paths, and its kernel has no runs, return the runs of
+    its project that may be its own, because their kernels are gone.
     """
     mine, perhaps = list[RunRecord](), list[RunRecord]()
     for record in records:
@@ -301,11 +302,11 @@ def find_run(
 ) -> RunRecord:
     """Find the run that a person means by a name.
 
-    This notebook's runs (``own``) come before others', among these one that goes on, among these
+    This notebook's runs (``own``) come before others; of these, one that goes on comes first, then
     the newest.
 
-    ``name`` is the run's name, or its name and id, as typed; None: any run. ``live``: only a run
-    that goes on fits.
+    ``name`` is the run's name, or its name and id, as typed; None: any run. ``live``: the run has
+    to be going on.
 
     Raises:
         HeaderError: there is none, or it is over.
@@ -335,7 +336,7 @@ def _find_named(name: str | None, everything: list[RunRecord]) -> list[RunRecord
 def make_room(
     runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None
 ) -> list[RunRecord]:
-    """Remove old runs until so many are left, with so many bytes; return the removed ones.
+    """Remove old runs until at most ``runs``, with ``nbytes``, are left; return the removed ones.
 
     Runs of the last day stay, and the newest one.
     """
@@ -360,7 +361,8 @@ def _size_of(folder: Path) -> int:
     """Return the bytes that a folder takes on the disk; entries may disappear meanwhile."""
     total, waiting = 0, [str(folder)]
     while waiting:
-        # What a cell has written may be thousands of folders deep: this calls itself for none.
+        # Folders of a cell may be nested thousands deep, so this is a loop and does not call
+        # itself.
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -385,12 +387,14 @@ def keep(record: RunRecord, name: str, source: int | bytes) -> None:
 def open_kept(record: RunRecord, name: str) -> int:
     """Return a descriptor of a file that a run left.
 
-    Raises DamagedAnswer if it was cut off, FileNotFoundError if it was removed.
+    Raises:
+        DamagedAnswer: the file was cut off.
+        FileNotFoundError: it was removed.
     """
     path = record.folder / name
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     wanted, nbytes = record.files.get(name), os.fstat(fd).st_size
-    if wanted in (None, nbytes):  # None: of an earlier release
+    if wanted in (None, nbytes):  # None: an earlier release left it
         return fd
     os.close(fd)
     raise DamagedAnswer(

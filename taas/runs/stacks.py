@@ -1,11 +1,11 @@
-"""Where ranks stand: each writes its stacks when it is asked; equal ones are shown together.
+"""Where ranks are in their code: each writes its stacks on request; equal ones are shown together.
 
-A rank also does so while C code holds the GIL, and when a fatal signal ends it: faulthandler's
+A rank writes them even while C code holds the GIL, and when a fatal signal ends it: faulthandler's
 signal handler writes all threads' frames without running any Python
 (https://docs.python.org/3/library/faulthandler.html#faulthandler.register). The file begins with a
 line of JSON, the :class:`Preface`; each dump is appended. System calls continue after the signal,
-except for those that the system never restarts (signal(7)). Python restarts these itself; in C code
-a ``sleep()`` returns early.
+except those that the system never restarts (signal(7)). Python restarts these itself; in C code a
+``sleep()`` returns early.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RankSeen(NamedTuple):
 
 
 class StackGroup(msgspec.Struct, frozen=True):
-    """Ranks that stand at the same place, with their stack, the innermost line last.
+    """Ranks at the same place in their code, with their stack, the innermost line last.
 
     ``odd``: they differ from the other ranks.
     """
@@ -83,7 +83,7 @@ class StackGroup(msgspec.Struct, frozen=True):
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """What is wrong with a run that goes on, in one line, and where its ranks stand."""
+    """What is wrong with a run that goes on, in one line, and where its ranks are."""
 
     headline: str
     places: tuple[StackGroup, ...] = ()
@@ -104,7 +104,7 @@ def is_collective(frames: Sequence[Frame]) -> str | None:
 def fold(
     seen: Iterable[RankSeen], *, cell: str, execution_count: int, ended: Iterable[int] = ()
 ) -> tuple[StackGroup, ...]:
-    """Group the ranks that stand at the same place, and those that have ended the cell.
+    """Group the ranks at the same place, and those that have ended the cell.
 
     The groups are in the order of their ranks.
 
@@ -198,7 +198,7 @@ class Preface(msgspec.Struct, frozen=True):
 def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     """Write this process's stacks into the folder at each signal, and at a fatal one.
 
-    They are no longer written into an earlier folder.
+    From then on, an earlier folder gets none.
     """
     global _fd, _folder
     _folder = folder
@@ -207,7 +207,7 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
     preface = Preface(threading.main_thread().ident or 0, cells)
-    # on a full disk the cell runs, and where this rank stands is not known
+    # on a full disk the cell runs all the same, and it stays unknown where this rank is
     with contextlib.suppress(OSError):
         os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on it may be asked
     if before >= 0:
@@ -215,6 +215,6 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
 
 
 def note_collective(what: str) -> None:
-    """Write down in which collective this process waits, for the agent that asked."""
+    """Record the collective in which this process waits, for the agent that asked."""
     with contextlib.suppress(OSError):  # a full disk
         (_folder / COLLECTIVE).write_text(what)
