@@ -16,8 +16,8 @@ It does not cover
 
 ``--rank-writes`` says what happens to a write in such a rank:
   * ``discard``: Python-level writers write to the rank's scratch, from which the rank also reads;
-    at the end of the run ``storage/kept`` sorts the scratch. A write that the diversion misses hits
-    the wall, and a read that it cannot see does not find diverted files; if that raises an error,
+    at the end of the run ``storage/rescued`` sorts the scratch. A write that the diversion misses
+    hits the wall, and a read that it misses does not find diverted files; if that raises an error,
     the cell explains it. (An overlay mount would give C code the rank's own files, too, but is not
     used: if rank 0 replaces a file by a rename, the mount silently shows the old file until it is
     mounted again, and any process may read the file in between.)
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Literal
 
 from taas.errors import StorageDenied
-from taas.storage import boundary, diversion, kept, saves, walls
+from taas.storage import boundary, diversion, rescued, saves, walls
 from taas.storage.boundary import LANDLOCK_SAID, NEVER, WALL_SAID, Denial
 from taas.storage.missed import explain_missing
 from taas.storage.table import Table
@@ -81,7 +81,7 @@ class Guard:
 
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:
-    """Return a rank's scratch folder in its run's; ``storage/kept`` knows ranks by these names."""
+    """Return a rank's scratch folder in its run's; ``storage/rescued`` parses these names."""
     return run_scratch / f"rank{rank}"
 
 
@@ -127,7 +127,7 @@ def guard(
     if rank == 0:
         others = saves.OtherRanksFiles(project, scratch.parent, since_ns)
         standing = Guard("none (rank 0)", scratch, others=others)
-        kept.complete_checkpoints(project, lambda: standing.scratch.parent)
+        rescued.complete_checkpoints(project, lambda: standing.scratch.parent)
         if mode == "discard":  # otherwise no rank diverts files
             saves.install(others)
         return standing

@@ -14,7 +14,7 @@ import torch
 from notebook_harness import Notebook
 from storage_ranks import Run, Turns, join
 
-from taas.storage.kept import kept_versions, make_writes, sort
+from taas.storage.rescued import make_writes, rescued_versions, sort_writes
 
 Body = Callable[[Any], None]
 
@@ -126,8 +126,8 @@ def test_what_belongs_to_a_save_is_there_at_the_end(
     run.rank(writes(**own), rank=0)
     for rank, texts in others.items():
         run.rank(writes(**texts), rank=rank)
-    said = sort([run.scratch], str(run.project), "fox")
-    assert sort([run.scratch], str(run.project), "fox") == [
+    said = sort_writes([run.scratch], str(run.project), "fox")
+    assert sort_writes([run.scratch], str(run.project), "fox") == [
         line for line in said if line.startswith("kept")
     ]
     wanted = {
@@ -138,7 +138,7 @@ def test_what_belongs_to_a_save_is_there_at_the_end(
     assert contents(run.project) == {
         path: text for path, text in wanted.items() if path not in kept
     }
-    assert kept_versions([run.scratch], str(run.project)).keys() == kept.keys()
+    assert rescued_versions([run.scratch], str(run.project)).keys() == kept.keys()
     for words in kept.values():
         assert words in said[-1]
     put = sorted(wanted.keys() - kept.keys() - {path.replace("__", "/") for path in own | before})
@@ -219,14 +219,14 @@ def test_rank_0_finds_them_meanwhile(tmp_path: Path) -> None:
     turns.give_back()
     join(started)
     turns.close()
-    said = sort([run.scratch], str(run.project), "fox")
+    said = sort_writes([run.scratch], str(run.project), "fox")
     assert said[0].startswith("put into the project: out/final/part_1.pt (1 file")
     files = {
         str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()
     }
     moved = {f"out/moved-{name}.txt" for name in ("one", "two", "three")}
     assert files == {"out/final/part_1.pt", *moved}
-    assert kept_versions([run.scratch], str(run.project)).keys() == {"old/log", "log"}
+    assert rescued_versions([run.scratch], str(run.project)).keys() == {"old/log", "log"}
 
 
 MISSING = ["data/missing", "data/deep/missing", "new/missing", "missing"]

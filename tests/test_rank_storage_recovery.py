@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from taas import rank_storage
 from taas.errors import HeaderError
 from taas.runs.records import read_records, runs_root
-from taas.storage.kept import kept_versions, make_writes, recover, sort
+from taas.storage.rescued import make_writes, recover, rescued_versions, sort_writes
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def run(tmp_path: Path) -> Run:
 
 
 def settled(run: Run) -> list[str]:
-    return sort([run.scratch], str(run.project), "fox")
+    return sort_writes([run.scratch], str(run.project), "fox")
 
 
 def recovered(run: Run, *, overwrite: bool = False) -> list[str]:
     """Paths in the project that ``%taas recover`` wrote."""
-    kept = kept_versions([run.scratch], str(run.project))
+    kept = rescued_versions([run.scratch], str(run.project))
     written = recover("fox", kept, str(run.project), overwrite=overwrite)
     return [str(path.relative_to(run.project)) for path in written]
 
@@ -106,9 +106,9 @@ def test_a_file_system_with_another_clock_loses_nothing(
     # the file system's clock ticks some hundred times a second
     while not during.exists() or during.lstat().st_ctime_ns <= since:
         during.write_text("rank 0's")
-    [said] = sort([writes], str(project), "fox")
+    [said] = sort_writes([writes], str(project), "fox")
     assert said.startswith("kept: before (1 file")
-    assert kept_versions([writes], str(project)) == {"before": {1: tree / "before"}}
+    assert rescued_versions([writes], str(project)) == {"before": {1: tree / "before"}}
 
 
 def test_different_versions_all_reach_the_project(run: Run):

@@ -32,7 +32,7 @@ from taas.notebook.verbs import VERBS, help_text
 from taas.notebook.watched_run import in_full
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, unique_name
-from taas.storage.kept import kept_versions, recover, sort
+from taas.storage.rescued import recover, rescued_versions, sort_writes
 from taas.supervisor import connections
 from taas.wire.clients import Prepare, Released, RunRequest, Stacks
 from taas.wording import counted, nearest, shown, shown_path
@@ -216,8 +216,8 @@ def _recover(frontend: Frontend, line: Line) -> None:
     for run in reversed(asked):
         name = unique_name(run, records)
         if not run.may_go_on:  # a run that was killed has not sorted what its ranks wrote
-            sort(run.writes, run.project, name)
-        versions = kept_versions(run.writes, run.project)
+            sort_writes(run.writes, run.project, name)
+        versions = rescued_versions(run.writes, run.project)
         if not versions:
             continue
         paths = recover(name, versions, run.project, overwrite="overwrite" in line.options)

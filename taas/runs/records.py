@@ -6,7 +6,7 @@
         record.json     RunRecord, replaced as a whole whenever it changes
         <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
         data.log        what the data processes printed; likewise below restart-<n>/
-        writes/         project files that ranks other than 0 wrote (storage/kept.py); likewise
+        writes/         project files that ranks other than 0 wrote (storage/rescued.py); likewise
         reserve         room on the disk for the last record, until that is written
         payload         the names that the cell was given,
         answer          rank 0's names,

@@ -2,11 +2,11 @@
 
 Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, and each other
 rank writes its ``rng_state_1.pth`` beside it. Those files are in the ranks' scratches
-(``diversion``). At the end of the run they are put beside rank 0's (``kept.sort``). Until then rank
-0 finds them there: a call about a path that the project lacks gets the other rank's file. This
-holds for files only, because a directory that the project lacks has to be made before anything is
-written into it. When rank 0 moves or removes a directory, the other ranks' files in it are moved or
-removed with it; rank 0 may also move or remove such a file itself.
+(``diversion``). At the end of the run they are put beside rank 0's (``rescued.sort_writes``). Until
+then rank 0 finds them there: a call about a path that the project lacks gets the other rank's file.
+This holds for files only, because a directory that the project lacks has to be made before anything
+is written into it. When rank 0 moves or removes a directory, the other ranks' files in it are moved
+or removed with it; rank 0 may also move or remove such a file itself.
 
 A directory belongs to a save if rank 0 made it, or wrote into it, during the run. The project's own
 folder never does: it has the notebook, and people change other files in it during a run.

@@ -10,7 +10,7 @@ from pathlib import Path
 from taas.delivery.config import ResumePoint
 from taas.errors import DeliveryError, NotEnoughDevices, RunLost
 from taas.runs.records import output_folder
-from taas.storage.kept import make_writes, sort
+from taas.storage.rescued import make_writes, sort_writes
 from taas.supervisor.data_side import DataSide
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.rank_jobs import Findings, RankJobs
@@ -364,7 +364,7 @@ class Run:
         notices += self.transfer.notices
         notices += self.recorder.keep(self.found.answer, final)
         record = self.recorder.record
-        self.found.kept = sort(record.writes, record.project, self.name, over=self._over)
+        self.found.kept = sort_writes(record.writes, record.project, self.name, over=self._over)
         return self
 
     def conclude(self) -> RunState:

@@ -6,12 +6,12 @@ Each start of a run has a folder of its own for them, within the run's::
                             it is removed when the start is sorted
     writes/rank<k>/tree/    the files of a rank (storage/table.py)
 
-At the end, ``sort`` puts files that belong to rank 0's saves into these (``saves``). It removes the
-files that rank 0 wrote, too, in this start or a later one: those that changed in the project since
-then (by ``ctime``, which no program can set back, so that rank 0 need not be observed). All other
-files stay, also those in doubt. Files of rank 0 here are those that found no place in the project
-(project_sync/applier.py); they stay as well. ``recover`` copies the files that stay; they are
-removed with the run's folder (runs/records.py).
+At the end, ``sort_writes`` puts files that belong to rank 0's saves into these (``saves``). It
+removes the files that rank 0 wrote, too, in this start or a later one: those that changed in the
+project since then (by ``ctime``, which no program can set back, so that rank 0 need not be
+observed). All other files are rescued, also those in doubt. Files of rank 0 here are those that
+found no place in the project (project_sync/applier.py); they are rescued as well. ``recover``
+copies rescued files; they are removed with the run's folder (runs/records.py).
 
 A checkpoint with a file of each rank is completed earlier. In ``torch.distributed.checkpoint``
 every rank writes its part; then rank 0 writes the list of the parts (``finish``). Ranks of this VM
@@ -60,7 +60,7 @@ def make_writes(folder: Path, project: str) -> int:
     return since_ns
 
 
-def kept_versions(folders: Iterable[Path], project: str) -> Versions:
+def rescued_versions(folders: Iterable[Path], project: str) -> Versions:
     """Find the files that only ranks other than 0 wrote.
 
     Files that rank 0 wrote elsewhere count, too, if the user has changed them here meanwhile.
@@ -77,7 +77,7 @@ def kept_versions(folders: Iterable[Path], project: str) -> Versions:
     return {path: {0: ranks[0]} if 0 in ranks else ranks for path, ranks in sorted(found.items())}
 
 
-def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) -> list[str]:
+def sort_writes(folders: Sequence[Path], project: str, run: str, *, over: bool = True) -> list[str]:
     """Remove the ranks' files that rank 0 wrote, too; return lines for the cell about the others.
 
     Twice is harmless.
@@ -86,17 +86,17 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
         folders: those of the run's starts, from :func:`make_writes`, in order.
         project: the notebook's folder.
         run: the run's name.
-        over: the run does not start again, so the remaining files are kept, even if the project
+        over: the run does not start again, so the remaining files stay, even if the project
             changes.
     """
     try:
         put = _put_into_saves(folders, project)
-        kept = kept_versions(folders, project)
+        rescued = rescued_versions(folders, project)
         said = [
             *_lines_about_saves(put),
-            *_lines_about_kept(kept, run, project, _begun(folders[0]) if folders else NEVER),
+            *_lines_about_kept(rescued, run, project, _begun(folders[0]) if folders else NEVER),
         ]
-        wanted = {file for versions in kept.values() for file in versions.values()}
+        wanted = {file for versions in rescued.values() for file in versions.values()}
         for folder in folders:
             for _, _, file in _written(folder):
                 if file not in wanted:
@@ -117,18 +117,18 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
     Return the lowest rank that wrote each file, by path.
 
     If ranks wrote different versions of a path, it is not known which one belongs to the save; all
-    of them are kept.
+    of them are rescued.
     """
     put: dict[str, int] = {}
     begun = {folder: _begun(folder) for folder in folders}
-    for path, versions in kept_versions(folders, project).items():
+    for path, versions in rescued_versions(folders, project).items():
         rank, *others = sorted(versions)
         source = versions[rank]
         since_ns = next(since for folder, since in begun.items() if source.is_relative_to(folder))
         if rank == 0 or not is_of_save(project, path, since_ns):
             continue
         if all(_are_same(source, versions[other]) for other in others):
-            # If there is no room, or a folder is there, the file is kept, and the cell says so.
+            # If there is no room, or a folder is there, the file is rescued, and the cell says so.
             with contextlib.suppress(OSError):
                 _put(source, Path(project, path))
                 put[path] = rank
@@ -136,7 +136,7 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
 
 
 def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
-    """Copy the kept files into the run's project; return the paths written there.
+    """Copy the rescued files into the run's project; return the paths written there.
 
     If several ranks have different versions of a path, the lowest rank's gets the path, and the
     others are put beside it as ``<path>.rank<k>``. Files that the project has already are left out,
@@ -207,7 +207,7 @@ def _are_same(one: Path, other: Path) -> bool:
 def _begun(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int((folder / _SINCE).read_text())
-    return NEVER  # it was sorted, so all files there are kept
+    return NEVER  # it was sorted, so all files there are rescued
 
 
 def _written(folder: Path) -> list[tuple[int, str, Path]]:
@@ -228,13 +228,13 @@ def _lines_about_saves(put: dict[str, int]) -> Iterator[str]:
         )
 
 
-def _lines_about_kept(kept: Versions, run: str, project: str, since_ns: int) -> Iterator[str]:
-    if aside := {path: ranks for path, ranks in kept.items() if 0 in ranks}:
+def _lines_about_kept(rescued: Versions, run: str, project: str, since_ns: int) -> Iterator[str]:
+    if aside := {path: ranks for path, ranks in rescued.items() if 0 in ranks}:
         yield (
             f"kept: {_describe(aside)} as the run wrote it: changed here meanwhile, so yours is as"
             f" you left it, and %taas recover {run} --overwrite puts the run's in its place"
         )
-    if others := {path: ranks for path, ranks in kept.items() if 0 not in ranks}:
+    if others := {path: ranks for path, ranks in rescued.items() if 0 not in ranks}:
         folder = os.path.commonpath([Path(path).parent for path in others])
         folder = topmost_made(project, folder, since_ns)
         share = (
@@ -247,9 +247,9 @@ def _lines_about_kept(kept: Versions, run: str, project: str, since_ns: int) -> 
         )
 
 
-def _describe(kept: Versions) -> str:
-    size = sum(file.lstat().st_size for ranks in kept.values() for file in ranks.values())
-    return f"{_some(list(kept))} ({counted(len(kept), 'file')}, {size_in_words(size)})"
+def _describe(rescued: Versions) -> str:
+    size = sum(file.lstat().st_size for ranks in rescued.values() for file in ranks.values())
+    return f"{_some(list(rescued))} ({counted(len(rescued), 'file')}, {size_in_words(size)})"
 
 
 def _some(names: Sequence[str]) -> str:
