@@ -173,8 +173,8 @@ class SentMemory:
         self, memories: Iterable[MemoryRange], known: Iterable[RegionPlace] = (), first: int = 0
     ) -> None:
         self._known, self.first = sorted(known), first
-        lacking = (m for m in memories if find_place(self._known, m.address, m.nbytes) is None)
-        self._memories = [memory for memory in lacking if memory.nbytes]
+        missing = (m for m in memories if find_place(self._known, m.address, m.nbytes) is None)
+        self._memories = [memory for memory in missing if memory.nbytes]
         self.regions: list[Region] = []
         self.stretches: dict[int, Stretch] = {}
 
@@ -316,17 +316,17 @@ class Stretch:
 class MemoryTable:
     """The memory that states name, by region; ``places`` say where the sender had it.
 
-    ``lacking``: by region, why it is not here.
+    ``missing``: by region, why it is not here.
     """
 
     def __init__(
         self,
         stretches: dict[int, Stretch],
         places: Iterable[RegionPlace],
-        lacking: Mapping[int, str] | None = None,
+        missing: Mapping[int, str] | None = None,
     ) -> None:
         self.stretches, self._places = stretches, sorted(places)
-        self._lacking = lacking or {}
+        self._missing = missing or {}
 
     def open(self, address: int, nbytes: int) -> MemoryRange:
         """Return the memory that the sender had at an address."""
@@ -335,8 +335,8 @@ class MemoryTable:
         found = find_place(self._places, address, nbytes)
         if found is None:
             raise LookupError("it looks into memory that did not come")
-        if found[0] in self._lacking:
-            raise LookupError(self._lacking[found[0]])
+        if found[0] in self._missing:
+            raise LookupError(self._missing[found[0]])
         stretch, start = self.stretches[found[0]], found[1]
         if stretch.device != "cpu":
             return memory_of_storage(stretch.storage(start, nbytes))

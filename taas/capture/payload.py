@@ -266,15 +266,15 @@ class Payload:
     def copy_memory(self, known: dict[int, Stretch]) -> MemoryTable:
         """Return its memory as new host memory, besides the ``known`` memory of the payload.
 
-        Regions for which there is no memory are lacking, the largest first.
+        Regions for which there is no memory are missing, the largest first.
         """
-        new, lacking = dict[int, Stretch](), dict[int, str]()
+        new, missing = dict[int, Stretch](), dict[int, str]()
         for n, region in sorted(self.numbered_regions(), key=lambda one: one[1].nbytes):
             try:
                 new[n] = new_memory(region, self._fd)
             except (MemoryError, RuntimeError) as error:  # torch's
-                lacking[n] = f"{_mapping_error(region.nbytes)} [{first_line(error)}]"
-        return MemoryTable({**known, **dict(sorted(new.items()))}, self.header.places, lacking)
+                missing[n] = f"{_mapping_error(region.nbytes)} [{first_line(error)}]"
+        return MemoryTable({**known, **dict(sorted(new.items()))}, self.header.places, missing)
 
 
 def _mapping_error(nbytes: int) -> CaptureError:

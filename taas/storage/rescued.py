@@ -154,18 +154,18 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
             f"%taas recover {run}: its project {project} is not there any more; what was kept lies"
             f" in {source.parent}"
         )
-    lacking = {
+    missing = {
         root / path: source
         for path, source in _name_versions(versions)
         if not _are_same(source, root / path)
     }
-    taken = [str(target.relative_to(root)) for target in lacking if os.path.lexists(target)]
+    taken = [str(target.relative_to(root)) for target in missing if os.path.lexists(target)]
     if taken and not overwrite:
         raise HeaderError(
             f"%taas recover {run}: {_some(taken)} exists in the project; nothing was written. "
             "Move it away, or add --overwrite."
         )
-    for target, source in lacking.items():
+    for target, source in missing.items():
         try:
             _put(source, target)
         except OSError as error:
@@ -173,7 +173,7 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
                 f"%taas recover {run}: {shown_path(target)} cannot be written ({error.strerror}):"
                 " see to that, and type it again"
             ) from error
-    return [*lacking]
+    return [*missing]
 
 
 def _put(source: Path, target: Path) -> None:
@@ -296,11 +296,11 @@ def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -
         for tree in run_scratch.glob(f"rank*/{TREE}"):
             if (written := tree / place / name).is_file():
                 shutil.move(written, folder / name)
-    lacking = [name for name in sorted(names) if not (folder / name).exists()]
-    if lacking:
-        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+    missing = [name for name in sorted(names) if not (folder / name).exists()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
         print(  # noqa: T201  the cell shows it
-            f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more} until the end of"
+            f"taas: the checkpoint {shown(place)} lacks {shown(missing[0])}{more} until the end of"
             " the run: only rank 0 writes the project, and it reaches no rank of another VM"
             " before. To load it in this cell, give the directory to all ranks: --shared"
             f" {shown(place)}"
