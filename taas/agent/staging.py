@@ -165,8 +165,8 @@ class ProjectArrival:
         path: where those who work with it find it.
         since_ns: what changed there later, the run changed; by the clock of the file system it is
             on.
-        replica: what they have to see in that place (:func:`taas.project_sync.entered`); empty:
-            what is there.
+        replica: what they have to see in that place (:func:`taas.project_sync.enter_replica`);
+            empty: what is there.
         notices: lines for the user.
     """
 

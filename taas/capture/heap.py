@@ -141,7 +141,7 @@ class Heap(FlatStates):
         }
 
     def early(self, n: int) -> int:
-        """Return the rank in which a name is bound: modules and plain values come first.
+        """Return a sort key for the order of binding names: modules and plain values come first.
 
         Functions, classes and objects, whose methods may use them all, follow.
         """
