@@ -13,14 +13,14 @@ QUICK := not slow and not browser and not ray and not slurm
 
 help:
 	@echo "make demo      train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
-	@echo "make test      the tests, in four processes; of long tables some rows, of slow files a quarter, others each day"
-	@echo "make test-all  every row of every table, but for clusters"
+	@echo "make test      the tests, in four processes: some rows of long tables and a quarter of slow files, others each day"
+	@echo "make test-all  every row of every table, except those of clusters"
 	@echo "make test-oldest  the quick tests with the oldest versions that pyproject.toml allows, in .venv-oldest"
 	@echo "make test-ray  installs Ray, and runs the tests on a cluster of network namespaces (root; 20 minutes)"
 	@echo "make test-slurm  installs Slurm (root, Debian), and runs the tests on one of network namespaces (6 minutes)"
 	@echo "make quick     the tests that take seconds"
 	@echo "make check     format, lint, types, quick tests"
-	@echo "make format    put the code into shape"
+	@echo "make format    format the code"
 	@echo "make docs      the documentation site, into artefacts/site; its links inside the project are checked"
 	@echo "make screenshots  the pictures of the documents, taken in JupyterLab (needs Chromium)"
 	@echo "make release   wheel and source archive, checked; the demo runs from the wheel in a fresh environment"
