@@ -112,7 +112,7 @@ class TaasMagics(Magics):
             twice = "%%taas with options above #!TYPE or #pragma taas: leave one of the two out"
             header = replace(parse_magic_line(line), problem=None if header is None else twice)
         if header is None or header.magic:
-            # an empty line in the place of the magic's, so that the lines below keep their numbers
+            # the magic's own line stays, empty, so that the lines below it keep their numbers
             cell = "\n" + cell
         header = header or parse_magic_line(line)
         try:

@@ -163,10 +163,8 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
             if place.is_dir() and not root.is_relative_to(place):
                 continue
             may_be_made = not os.path.lexists(root / path) and place.is_relative_to(root)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # too long, a loop of links, or a folder that may not be entered
+        except (OSError, RuntimeError) as error:
+            # too long, a loop of links, a folder that may not be entered
             why = getattr(error, "strerror", None) or first_line(error)
             raise HeaderError(refusal(f"{fact}: {why}", "type --shared checkpoints")) from None
         if not may_be_made:
