@@ -19,7 +19,9 @@ _ALWAYS = 2
 _LEAST = 1 << 10
 """The least bytes that an element of a stream counts for."""
 _BEGIN = 4 << 20
-"""The bytes that workers make ahead at first, until a rank had to wait."""
+"""So many bytes are made ahead at first, until a rank had to wait."""
+_WAITED = 0.0005
+"""A rank that has waited more seconds than this since it last said so had too few ahead."""
 
 
 @dataclass(slots=True)
@@ -74,9 +76,9 @@ class Headroom:
         ``asked`` are the plans that it has asked for.
         """
         state = self.ranks[rank]
-        if waited - state.waited > 0.0005:
-            for plan in state.blocked.intersection(asked) & self._plans.by_number.keys():
-                loader = self._plans.by_number[plan].loader
+        if waited - state.waited > _WAITED:
+            for number in state.blocked.intersection(asked) & self._plans.by_number.keys():
+                loader = self._plans.by_number[number].loader
                 state.targets[loader] = min(2 * state.targets[loader], _AHEAD)
         state.waited = waited
         state.blocked.clear()
@@ -84,43 +86,59 @@ class Headroom:
     def is_left(self, rank: int, plan: Plan, workers: int) -> bool:
         """Return whether ``workers`` workers may make one more element of a plan for a rank.
 
-        Two may always be under way in each plan, whatever other plans hold, so that an iterator
-        which is only kept open blocks no other. The owner of a stream keeps the elements that a
-        slow rank has not taken: at most a slab full.
+        The first of these rules that applies decides. If it is the target, the plan is noted as
+        blocked, so that ``progressed`` raises the target if the rank has to wait.
         """
         view = plan.ranks[rank]
-        ahead, size = len(view.unconsumed), self.paces[plan.loader].size
+        ahead = len(view.unconsumed)
+        size = self.paces[plan.loader].size
+
+        # The owner of a stream keeps the elements that a slow rank has not taken: a slab full at
+        # most.
         if plan.streamed:
             kept = view.queue[0].step - plan.lowest
             if kept > self._slab // max(size, _LEAST):
                 return False
+
+        # Some may be under way in every plan, whatever other plans hold, so that an iterator that
+        # is only kept open blocks no other.
         if ahead < _ALWAYS:
             return True
-        if size == 0:  # the size is not known yet: one element for each worker of this rank
+
+        # Their size is not known yet: one for each worker of this rank.
+        if size == 0:
             workers_of_rank = -(-workers // len(self.ranks))
             return ahead < workers_of_rank
+
         if ahead >= self._target(rank, plan.loader, size, workers):
             self.ranks[rank].blocked.add(plan.ident)
             return False
+
         return self._fits(rank, plan, size)
 
     def _fits(self, rank: int, plan: Plan, size: int) -> bool:
         """Return whether an element of this size fits into the rank's slab and the plan's share."""
-        nbytes = sharers = 0
+        in_slab = 0  # bytes of all plans
+        sharers = 0  # plans that the rank is in, and this one
         for other in self._plans.by_number.values():
             view = other.ranks[rank]
-            nbytes += view.nbytes
-            sharers += other is plan or (view.begun and not view.closed)
-        own = plan.ranks[rank].nbytes
-        return nbytes + size <= self._slab and own + size <= self._slab // sharers
+            in_slab += view.nbytes
+            is_in_it = view.begun and not view.closed
+            if is_in_it or other is plan:
+                sharers += 1
+        of_plan = plan.ranks[rank].nbytes
+        share = self._slab // sharers
+        return in_slab + size <= self._slab and of_plan + size <= share
 
     def _target(self, rank: int, loader: int, size: int, workers: int) -> int:
         """Return how many elements to make ahead.
 
         They are few at first, because few stay in the caches; ``take_progress`` raises the number.
         """
-        targets, least = self.ranks[rank].targets, self._plans.prebuffer_rows
+        targets = self.ranks[rank].targets
+        prebuffered = self._plans.prebuffer_rows
         if loader not in targets:
-            some = max(3 * workers // len(self.ranks) + 2, least)
-            targets[loader] = max(some, min(256, _BEGIN // size))
-        return min(targets[loader], max(_AHEAD, least))
+            for_workers = 3 * workers // len(self.ranks) + 2
+            by_size = min(256, _BEGIN // size)
+            targets[loader] = max(for_workers, prebuffered, by_size)
+        return min(targets[loader], max(_AHEAD, prebuffered))

@@ -100,17 +100,16 @@ class Ledger:
         for rank in self.joined:
             self.plans.tell(rank, hello)
 
-    def take_progress(self, rank: int, progress: Progress) -> None:
-        """Record what a rank has done with its elements."""
-        for of in progress.plans:
-            self.plans.consume(rank, of.plan, of.consumed, of.asked)
-        self.release(self.works[number] for number in progress.released if number in self.works)
-        self.room.take_progress(
-            rank, progress.waited, [of.plan for of in progress.plans if not of.closed]
-        )
-        for of in progress.plans:
-            if of.closed:
-                self.plans.close(rank, of.plan)
+    def progressed(self, rank: int, progress: Progress) -> None:
+        """Take in what a rank has done with its elements."""
+        for told in progress.plans:
+            self.plans.consume(rank, told.plan, told.consumed, told.asked)
+        self.released(self.works[number] for number in progress.released if number in self.works)
+        closed = [told.plan for told in progress.plans if told.closed]
+        asked = [told.plan for told in progress.plans if not told.closed]
+        self.room.progressed(rank, progress.waited, asked)
+        for plan in closed:
+            self.plans.close(rank, plan)
 
     def release(self, works: Iterable[Work]) -> None:
         """Mark elements whose memory their ranks no longer use, and will not read again."""
@@ -233,54 +232,64 @@ class Ledger:
     def _lease_retries(self, leases: dict[Peer, list[Ticket]]) -> None:
         """Lease the elements of lost workers again, the earliest step first.
 
-        If no worker may take an element now, none may take a later one, and the search ends.
-        Elements of a stream are an exception: they wait for the stream's owner, so the search
-        continues behind them.
+        Each retry is dropped, leased, or put back since it has to wait for a worker.
         """
         waiting: list[Retry] = []
-        while self._retries:
+        all_are_busy = False
+        while self._retries and not all_are_busy:
             retry = heapq.heappop(self._retries)
             work = retry.work
-            if work.over or work.is_coming:
+            is_wanted = not (work.over or work.is_coming)
+            worker = self._worker_for(work) if is_wanted else None
+            if not is_wanted:
                 work.queued = False
-                continue
-            worker = self._worker_for(work)
-            if worker is not None:
+            elif worker is not None:
                 work.queued = False
                 leases[worker.name].append(self._lease(work, worker))
-                continue
-            waiting.append(retry)
-            if not work.plan.streamed:
-                break
+            else:
+                waiting.append(retry)
+                # An element of a stream waits for the stream's own worker, and later retries may
+                # find another one. Any other element found no worker at all: nor will later ones.
+                all_are_busy = not work.plan.streamed
         for retry in waiting:
             heapq.heappush(self._retries, retry)
 
     def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
         """Lease planned elements, one of each loader in turn, until no loader has any to lease."""
-        loaders = [loader for loader in self.plans.loaders if loader.plans]
-        without = 0  # number of loaders in a row without an element to lease
-        while without < len(loaders):
+        books = [book for book in self.plans.loaders if book.plans]
+        had_none = 0  # so many loaders in a row
+        while had_none < len(books):
             self._turn += 1
-            loader = loaders[self._turn % len(loaders)]
-            without = 0 if self._lease_one(loader, leases) else without + 1
+            book = books[self._turn % len(books)]
+            if self._lease_one(book, leases):
+                had_none = 0
+            else:
+                had_none += 1
 
     def _lease_one(self, loader: LoaderState, leases: dict[Peer, list[Ticket]]) -> bool:
         """Lease the most urgent element of a loader for which there is room.
 
-        Return whether there was one.
+        Returns whether there was one, and a worker for it.
         """
-        for plan, rank in self.plans.heads(loader):
-            if not self.room.is_left(rank, plan, len(self.workers)):
-                continue
-            worker = self._worker_for(plan.ranks[rank].queue[0])
-            if worker is None:
-                return False  # no worker takes more work of this loader
-            work = plan.take(rank, self.room.paces[loader.index].size)
-            work.number = next(self._numbers)
-            self.works[work.number] = work
-            leases[worker.name].append(self._lease(work, worker))
-            return True
-        return False
+        head = self._head_with_room(book)
+        if head is None:
+            return False
+        plan, rank = head
+        worker = self._worker_for(plan.ranks[rank].queue[0])
+        if worker is None:
+            return False  # all are busy enough, for any element of this loader
+        work = plan.take(rank, self.room.paces[book.index].size)
+        work.number = next(self._numbers)
+        self.works[work.number] = work
+        leases[worker.name].append(self._lease(work, worker))
+        return True
+
+    def _head_with_room(self, book: LoaderBook) -> tuple[Plan, int] | None:
+        """Return plan and rank of the most urgent element for which there is room; None if none."""
+        for plan, rank in self.plans.heads(book):
+            if self.room.is_left(rank, plan, len(self.workers)):
+                return plan, rank
+        return None
 
     def _lease(self, work: Work, worker: WorkerState) -> Ticket:
         """Lease an element to a worker.
@@ -296,20 +305,26 @@ class Ledger:
         work.leases.append(lease)
         worker.add_lease(lease)
         floor = plan.lowest * self.plans.n if plan.streamed else 0
-        of = work.number, plan.ident, plan.loader, work.seq, work.rank, work.seed, work.index
-        return Ticket(*of, offset, capacity, floor, self._poison_of(work))
-
-    @staticmethod
-    def _poison_of(work: Work) -> str:
-        """Return how its makers died, if no worker is to make it again; else an empty text."""
-        return work.plan.poison if work.seq >= work.plan.furthest else work.poison
+        return Ticket(
+            work.number,
+            plan.ident,
+            plan.loader,
+            work.seq,
+            work.rank,
+            work.seed,
+            work.index,
+            offset,
+            capacity,
+            floor,
+            work.given_up,
+        )
 
     def _worker_for(self, work: Work) -> WorkerState | None:
         """Return the worker that would make an element soonest, if it may take more.
 
         An element of a stream belongs to the stream's own worker.
         """
-        if not work.plan.streamed or self._poison_of(work):
+        if not work.plan.streamed or work.given_up:
             return self._least_busy(work)
         owner = self._owner(work.plan)
         return owner if owner and owner.backlog < _LEASES else None
@@ -345,10 +360,9 @@ class Ledger:
 
         This lasts until a rank consumes some.
         """
-        heads = list(self.plans.heads(loader))
-        if not heads:
-            return False
+        if not any(self.plans.heads(book)):
+            return False  # nothing is planned that may be leased
         for work in self.works.values():
             if work.plan.loader == loader.index and not all(lease.done for lease in work.leases):
                 return False
-        return not any(self.room.is_left(rank, plan, len(self.workers)) for plan, rank in heads)
+        return self._head_with_room(book) is None

@@ -77,6 +77,11 @@ class Work:
     queued: bool = False  # waits to be leased again
 
     @property
+    def given_up(self) -> str:
+        """Return how its makers died, if no worker is to make it again; else ""."""
+        return self.plan.poison if self.seq >= self.plan.furthest else self.poison
+
+    @property
     def is_coming(self) -> bool:
         """Return whether a living worker has made it, or is making it."""
         return any(not lease.lost for lease in self.leases)
