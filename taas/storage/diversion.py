@@ -10,7 +10,7 @@ has imported them by name; ``posix`` and ``_io`` keep the real ones. Calls that 
 (links, devices, paths relative to a descriptor) are no hole, because they meet the wall.
 """
 
-# Methods have no docstrings: each does what the function of os of that name does.
+# Entry is an os.DirEntry, which has strings and not paths; its methods are those of that class.
 # ruff: noqa: PTH112, PTH113, PTH114, PTH116, PTH118, D102
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from taas.import_hooks import attributes_of, imported_since
 from taas.storage.boundary import Denial
@@ -43,57 +43,13 @@ def _fail(code: int, path: Any) -> OSError:
     return OSError(code, os.strerror(code), path)
 
 
-def _in_place_of(
-    native: _Call, *, follow: bool = True, reads: bool = False
-) -> Callable[[_Call], _Call]:
-    """Decorate a method, which is given a place, so that it replaces a function of ``os``.
-
-    Calls about paths outside the project go to the original function.
-
-    ``follow``: whether it follows a link in the last component by default; ``reads``: it only
-    reads, and the original function serves it until something was diverted.
-    """
-
-    def decorate(method: _Call) -> _Call:
-        @functools.wraps(native)
-        def call(self: Diversion, path: Any = ".", *rest: Any, **options: Any) -> Any:
-            followed = follow and options.get("follow_symlinks", True)
-            asked = self.table.touched or not reads
-            place = self.place(path, options.get("dir_fd"), follow=followed) if asked else None
-            if place is None:
-                return native(path, *rest, **options)
-            return method(self, place, path, *rest, **options)
-
-        return call
-
-    return decorate
-
-
-def _reading(native: _Call, *, follow: bool = True) -> _Call:
-    """Return a call that looks at what a path names."""
-
-    def read(self: Diversion, place: str, path: Any, *rest: Any, **options: Any) -> Any:
-        return native(self._there(place, path).path, *rest, **options)
-
-    return _in_place_of(native, follow=follow, reads=True)(read)
-
-
-def _noting(native: _Call) -> _Call:
-    """Return a call that changes metadata of the rank's own files, and ignores that of others."""
-
-    def note(self: Diversion, place: str, path: Any, *rest: Any, **options: Any) -> None:
-        seen = self._there(place, path)
-        self._allow(place)
-        if seen.own and not seen.is_directory:  # in its own folders a rank can always write
-            native(seen.path, *rest, **options)
-
-    return _in_place_of(native)(note)
-
-
 class Diversion:
-    """All diverted calls of one rank.
+    """What one rank's calls do with paths of the project.
 
     The table is what the rank sees; the denial is what it is told, and whether it may write at all.
+
+    Methods from ``look`` to ``mkdir`` are rows of ``ONE_PATH``. They get the function that they
+    replace, the place that the path leads to, and what the call was given: the path and the rest.
     """
 
     def __init__(self, table: Table, denial: Denial) -> None:
@@ -138,45 +94,119 @@ class Diversion:
 
     # looking --------------------------------------------------------------------------------------
 
-    stat = _reading(posix.stat)
-    lstat = _reading(posix.lstat, follow=False)
-    statvfs = _reading(posix.statvfs)
-    chdir = _reading(posix.chdir)
-    listxattr = _reading(posix.listxattr)
-    getxattr = _reading(posix.getxattr)
+    def look(self, real: _Call, place: str, path: Any, *rest: Any, **options: Any) -> Any:
+        """Look at what this rank sees there."""
+        return real(self._there(place, path).path, *rest, **options)
 
-    def getcwd(self) -> str:
-        return self.table.outward(posix.getcwd())
-
-    def getcwdb(self) -> bytes:
-        return os.fsencode(self.getcwd())
-
-    @_in_place_of(posix.access)
-    def access(self, place: str, _: Any, mode: int, **options: Any) -> bool:
+    def access(self, real: _Call, place: str, _path: Any, mode: int, **options: Any) -> bool:
+        """Say what this rank may do there."""
         seen = self.table.see(place)
         if seen is None:
             return False
         # the wall would refuse W_OK, but a write would be diverted
         if self.denial.mode == "discard":
             mode &= ~os.W_OK
-        return posix.access(seen.path, mode, **options)
+        return bool(real(seen.path, mode, **options))
 
-    @_in_place_of(posix.scandir, reads=True)
-    def scandir(self, place: str, path: Any) -> Any:
+    def scandir(self, real: _Call, place: str, path: Any) -> Any:
+        """List a directory, with what else is known of its entries."""
         if not self.table.mixed(place):
-            return posix.scandir(path)
-        return Entries("." if path is None else os.fspath(path), self.listdir(path))
+            return real(path)
+        return Entries("." if path is None else os.fspath(path), self._names(place, path))
 
-    @_in_place_of(posix.listdir, reads=True)
-    def listdir(self, place: str, path: Any) -> list[Any]:
+    def listdir(self, _real: _Call, place: str, path: Any) -> list[Any]:
+        """List a directory."""
+        return self._names(place, path)
+
+    def _names(self, place: str, path: Any) -> list[Any]:
+        """Return the entries of a directory: bytes if its path is bytes."""
         if not self._there(place, path).is_directory:
             raise _fail(errno.ENOTDIR, path)
         names = self.table.names(place)
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
-    # opening --------------------------------------------------------------------------------------
+    # changing metadata ----------------------------------------------------------------------------
+
+    def note(self, real: _Call, place: str, path: Any, *rest: Any, **options: Any) -> None:
+        """Change metadata of the rank's own file; accept and drop a change to another one."""
+        seen = self._there(place, path)
+        self._allow(place)
+        if seen.own and not seen.is_directory:  # in its own folders a rank can always write
+            real(seen.path, *rest, **options)
+
+    # making and removing --------------------------------------------------------------------------
+
+    def unlink(self, _real: _Call, place: str, path: Any, **_: Any) -> None:
+        """Remove a file."""
+        self._remove(place, path, directory=False)
+
+    def rmdir(self, _real: _Call, place: str, path: Any, **_: Any) -> None:
+        """Remove an empty directory."""
+        if self.table.names(place):
+            raise _fail(errno.ENOTEMPTY, path)
+        self._remove(place, path, directory=True)
+
+    def rmtree(
+        self,
+        _real: _Call,
+        place: str,
+        path: Any,
+        ignore_errors: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Remove a directory with all beneath it.
+
+        In one step, so it does not matter whether rank 0 removes it at the same time.
+        """
+        with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+            self._remove(place, path, directory=True)
+
+    def _remove(self, place: str, path: Any, *, directory: bool) -> None:
+        seen = self.table.see(place)
+        if seen is None:
+            self._miss(place, path)
+        elif seen.is_directory != directory:
+            raise _fail(errno.ENOTDIR if directory else errno.EISDIR, path)
+        else:
+            self._vanish(place)
+
+    def mkdir(self, real: _Call, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:
+        """Make a directory; one that rank 0 has just made is no error."""
+        seen = self.table.see(place)
+        if seen is not None and not self.table.is_rank_0s(place, seen):
+            raise _fail(errno.EEXIST, path)
+        self._allow(place)
+        real(self.table.claim(place), mode | stat.S_IRWXU)
+
+    # moving: a row of TWO_PATHS -------------------------------------------------------------------
+
+    def rename(
+        self, real: _Call, source: str | None, target: str | None, src: Any, dst: Any
+    ) -> None:
+        """Move something; the project has one of the two places at least."""
+        self._allow(source or target or ".")
+        if source is None or target is None:
+            raise _fail(errno.EXDEV, dst)  # as between file systems: shutil.move copies then
+        if self.table.see(source) is None:
+            self._miss(source, src)
+        elif source != target:
+            own = self.table.copy_up(source)
+            real(own, self.table.claim(target))  # the system refuses what cannot be replaced
+            self._vanish(source)
+
+    # calls with arguments of their own ------------------------------------------------------------
+
+    def getcwd(self) -> str:
+        """Return the working directory, as a path of the project."""
+        return self.table.outward(posix.getcwd())
+
+    def getcwdb(self) -> bytes:
+        """Return the same as bytes."""
+        return os.fsencode(self.getcwd())
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """Open a file: the flags say whether that writes, and whether a link is followed."""
         writes = bool(flags & _WRITES)
         if not writes and not self.table.touched:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
@@ -211,6 +241,8 @@ class Diversion:
         afresh = seen is None or exclusive or flags & os.O_TRUNC
         return self.table.claim(place) if afresh else self.table.copy_up(place)
 
+    # for C code that opens files by name ----------------------------------------------------------
+
     def target(self, path: Any) -> str:
         """Return where C code that makes or replaces a file by name should write instead."""
         place = self.place(path)
@@ -223,72 +255,113 @@ class Diversion:
         place = self.place(path) if self.table.touched else None
         return os.fsdecode(path) if place is None else self._there(place, path).path
 
-    # making, removing, moving ---------------------------------------------------------------------
 
-    chmod = _noting(posix.chmod)
-    chown = _noting(posix.chown)
-    utime = _noting(posix.utime)
-    setxattr = _noting(posix.setxattr)
+# ---------------------------------------------------------------- the table of calls
 
-    @_in_place_of(posix.unlink, follow=False)
-    def unlink(self, place: str, path: Any, **_: Any) -> None:
-        self._remove(place, path, directory=False)
 
-    remove = unlink
+class OnePath(NamedTuple):
+    """A function about one path, and what a rank does instead where the path is the project's."""
 
-    @_in_place_of(posix.rmdir, follow=False)
-    def rmdir(self, place: str, path: Any, **_: Any) -> None:
-        if self.table.names(place):
-            raise _fail(errno.ENOTEMPTY, path)
-        self._remove(place, path, directory=True)
+    real: _Call
+    diverted: _Call  # a method of Diversion
+    follow: bool = True  # it follows a link in the last component, unless its caller says otherwise
+    reads: bool = False  # it changes nothing: the real one serves it until something was diverted
 
-    @_in_place_of(shutil.rmtree, follow=False)
-    def rmtree(
-        self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any
-    ) -> None:
-        """Remove a folder in one step, in the place of ``shutil.rmtree``.
 
-        So it does not matter whether rank 0 removes it at the same time.
-        """
-        with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
-            self._remove(place, path, directory=True)
+class TwoPaths(NamedTuple):
+    """A function that moves something, and what a rank does instead if a path is the project's."""
 
-    def _remove(self, place: str, path: Any, *, directory: bool) -> None:
-        seen = self.table.see(place)
-        if seen is None:
-            self._miss(place, path)
-        elif seen.is_directory != directory:
-            raise _fail(errno.ENOTDIR if directory else errno.EISDIR, path)
-        else:
-            self._vanish(place)
+    real: _Call
+    diverted: _Call  # a method of Diversion
 
-    @_in_place_of(posix.mkdir, follow=False)
-    def mkdir(self, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:
-        seen = self.table.see(place)
-        if seen is not None and not self.table.is_rank_0s(place, seen):
-            raise _fail(errno.EEXIST, path)
-        self._allow(place)
-        posix.mkdir(self.table.claim(place), mode | stat.S_IRWXU)
 
-    def rename(
+ONE_PATH = {
+    "stat": OnePath(posix.stat, Diversion.look, reads=True),
+    "lstat": OnePath(posix.lstat, Diversion.look, reads=True, follow=False),
+    "statvfs": OnePath(posix.statvfs, Diversion.look, reads=True),
+    "chdir": OnePath(posix.chdir, Diversion.look, reads=True),
+    "listxattr": OnePath(posix.listxattr, Diversion.look, reads=True),
+    "getxattr": OnePath(posix.getxattr, Diversion.look, reads=True),
+    "scandir": OnePath(posix.scandir, Diversion.scandir, reads=True),
+    "listdir": OnePath(posix.listdir, Diversion.listdir, reads=True),
+    # it reads, but its reply is another one behind the wall, whatever was diverted
+    "access": OnePath(posix.access, Diversion.access),
+    "chmod": OnePath(posix.chmod, Diversion.note),
+    "chown": OnePath(posix.chown, Diversion.note),
+    "utime": OnePath(posix.utime, Diversion.note),
+    "setxattr": OnePath(posix.setxattr, Diversion.note),
+    "mkdir": OnePath(posix.mkdir, Diversion.mkdir, follow=False),
+    "unlink": OnePath(posix.unlink, Diversion.unlink, follow=False),
+    "remove": OnePath(posix.remove, Diversion.unlink, follow=False),
+    "rmdir": OnePath(posix.rmdir, Diversion.rmdir, follow=False),
+    "shutil.rmtree": OnePath(shutil.rmtree, Diversion.rmtree, follow=False),
+}
+"""By name; those without a module are of ``os``."""
+
+TWO_PATHS = {
+    "rename": TwoPaths(posix.rename, Diversion.rename),
+    "replace": TwoPaths(posix.replace, Diversion.rename),
+}
+
+_OTHERS = ("getcwd", "getcwdb", "open", "builtins.open")
+"""They have arguments of their own: ``install`` says what replaces them."""
+
+
+class _InPlace:
+    """What stands in the place of a function.
+
+    It is an object, and no function of Python: a function that a class holds (``look = os.stat``)
+    would become its method, which the functions of ``os`` do not. pickle writes its name, as it
+    does for them: another process uses its own function of this name.
+    """
+
+    def __init__(self, diversion: Diversion, name: str, real: _Call) -> None:
+        functools.update_wrapper(self, real)
+        module, self._name = _where(name)
+        self.__module__ = module.__name__
+        self._diversion = diversion
+
+    def __reduce__(self) -> str:
+        return self._name
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+class _CallOfOnePath(_InPlace):
+    """What stands in the place of a function of ``ONE_PATH``."""
+
+    def __init__(self, diversion: Diversion, name: str) -> None:
+        self._call = ONE_PATH[name]
+        super().__init__(diversion, name, self._call.real)
+
+    def __call__(self, path: Any = ".", *rest: Any, **options: Any) -> Any:
+        diversion, call = self._diversion, self._call
+        if call.reads and not diversion.table.touched:
+            return call.real(path, *rest, **options)
+        follow = call.follow and options.get("follow_symlinks", True)
+        place = diversion.place(path, options.get("dir_fd"), follow=follow)
+        if place is None:
+            return call.real(path, *rest, **options)
+        return call.diverted(diversion, call.real, place, path, *rest, **options)
+
+
+class _CallOfTwoPaths(_InPlace):
+    """What stands in the place of a function of ``TWO_PATHS``."""
+
+    def __init__(self, diversion: Diversion, name: str) -> None:
+        self._call = TWO_PATHS[name]
+        super().__init__(diversion, name, self._call.real)
+
+    def __call__(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
-    ) -> None:
-        source = self.place(src, src_dir_fd, follow=False)
-        target = self.place(dst, dst_dir_fd, follow=False)
+    ) -> Any:
+        diversion, call = self._diversion, self._call
+        source = diversion.place(src, src_dir_fd, follow=False)
+        target = diversion.place(dst, dst_dir_fd, follow=False)
         if source is None and target is None:
-            posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-            return
-        self._allow(source or target or ".")
-        if source is None or target is None:
-            raise _fail(errno.EXDEV, dst)  # as between file systems: shutil.move copies then
-        if self.table.see(source) is None:
-            self._miss(source, src)
-        elif source != target:  # the system refuses what cannot be replaced
-            own = self.table.copy_up(source)
-            posix.rename(own, self.table.claim(target))
-            self._vanish(source)
-
-    replace = rename
+            return call.real(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        return call.diverted(diversion, call.real, source, target, src, dst)
 
 
 class Entry(os.PathLike[Any]):
@@ -335,7 +408,6 @@ class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
 
 # ---------------------------------------------------------------- replacing Python's functions
 
-_DIVERTED = [name for name in vars(Diversion) if name in os.__all__]
 # Modules that bound the real functions as defaults or class attributes when they were imported.
 _BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
 _REAL = {"posix", "_io", "os", "io", "builtins"}
@@ -352,8 +424,7 @@ def survey() -> None:
 
     Done once before forking, it costs a rank nothing.
     """
-    originals = {id(getattr(os, name)): name for name in _DIVERTED}
-    originals |= {id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
+    originals = {id(_function(name)): name for name in (*ONE_PATH, *TWO_PATHS, *_OTHERS)}
     for name in imported_since(_surveyed):
         module = sys.modules[name]
         if not isinstance(module, ModuleType) or name in _REAL or name == __name__:
@@ -393,25 +464,46 @@ def _set_default(function: FunctionType, index: int, new: _Call) -> None:
 
 def install(diversion: Diversion) -> None:
     """Divert this process's calls from now on."""
-    replacements: dict[str, _Call] = {name: getattr(diversion, name) for name in _DIVERTED}
-    links = os.supports_follow_symlinks
-    links |= {new for name, new in replacements.items() if getattr(os, name) in links}
-    replace(replacements | {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree})
+    new: dict[str, _Call] = {
+        "getcwd": diversion.getcwd,
+        "getcwdb": diversion.getcwdb,
+        "open": diversion.open,
+        "builtins.open": _opener(diversion),
+    }
+    new |= {name: _CallOfOnePath(diversion, name) for name in ONE_PATH}
+    new |= {name: _CallOfTwoPaths(diversion, name) for name in TWO_PATHS}
+    # who asks whether a function of os takes follow_symlinks looks for it in this set
+    for name, function in new.items():
+        if _function(name) in os.supports_follow_symlinks:
+            os.supports_follow_symlinks.add(function)
+    replace(new)
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
 
 
 def replace(new: Mapping[str, _Call]) -> None:
-    """Replace functions of ``os``, ``builtins.open`` and ``shutil.rmtree`` in all modules."""
+    """Replace functions in all modules: of ``os``, ``builtins.open`` and ``shutil.rmtree``."""
     survey()
     for name, function in new.items():
+        module, attribute = _where(name)
+        setattr(module, attribute, function)
         if name == "builtins.open":
-            builtins.open = io.open = function
-        else:
-            setattr(shutil if name == "shutil.rmtree" else os, name.rpartition(".")[2], function)
+            io.open = function
     for put, name in _bound:
         if name in new:
             put(new[name])
+
+
+def _where(name: str) -> tuple[ModuleType, str]:
+    """Return the module of a function that is replaced, and its name there."""
+    module, _, attribute = name.rpartition(".")
+    return {"": os, "builtins": builtins, "shutil": shutil}[module], attribute
+
+
+def _function(name: str) -> _Call:
+    """Return the function that has this name now."""
+    function: _Call = getattr(*_where(name))
+    return function
 
 
 def _opener(diversion: Diversion) -> _Call:
