@@ -3,13 +3,14 @@
 A rank appends records to its event file and never waits for a reader (rank/outlet.py). Each record
 has the sizes of the rank's C-level stdout and stderr files at the time when it was written, so that
 a reader can put both kinds of output into one order. A record is written with one write(2) to a
-file opened for appending: records of forked children do not mix, and a killed rank leaves whole
-records.
+file opened for appending: records of forked children do not mix, and of a killed rank at most the
+last one is torn.
 
 A record is a header, ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file);
 the body, which is UTF-8 text of bounded size for streams (kinds 0 and 1), else MessagePack; and
-``<I``, the bytes of all three. A reader of the last lines uses it to go back from the end of the
-file, record by record.
+``<I``, the bytes of all three. By this length a reader of the last lines goes back from the end of
+the file, record by record. A reader from the beginning sees by it that these are records: if a
+length is not the one that the header says, the file is damaged, or of another version of taas.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import codecs
 import os
 import struct
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,122 +85,81 @@ def size_of(file: Path) -> int:
         return 0
 
 
-class _Growing:
-    """A growing file that is read from where the last read ended."""
+class _Header(NamedTuple):
+    """The beginning of a record."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.offset = 0
-
-    def size(self) -> int:
-        return size_of(self._path)
-
-    def peek(self, count: int, ahead: int = 0) -> bytes:
-        """Return up to ``count`` bytes, leaving them unread."""
-        if self.size() <= self.offset:
-            return b""
-        with self._path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), count, self.offset + ahead)
-
-
-class RankEvents:
-    """The output of one rank as one sequence."""
-
-    def __init__(self, folder: Path, rank: int = 0) -> None:
-        self._rank = rank
-        self._events = _Growing(folder / EVENTS)
-        self._raw = _Growing(folder / STDOUT), _Growing(folder / STDERR)
-        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(4)]
-        self._found: list[Output] = []
-        self._texts: list[str] = []  # of one stream, for the next Output
-        self._bodies: list[bytes] = []  # of one source, for the next of these texts
-        self._kind, self._source = "", -1
-
-    def read(self) -> list[Output]:
-        """Return what was written since the last call, at most a block or a display.
-
-        Neighbouring texts are joined.
-        """
-        while True:
-            before = self._position
-            self._read()
-            self._end_text()
-            found, self._found = self._found, []
-            if found or self._position == before:
-                return found  # else it was only a part of a character
+    kind: int
+    length: int  # bytes of the body
+    stdout: int  # size of the rank's C-level stdout when the record was written
+    stderr: int  # and of its C-level stderr
 
     @property
-    def _position(self) -> tuple[int, ...]:
-        return self._events.offset, *(file.offset for file in self._raw)
+    def size(self) -> int:
+        """Return the bytes of the whole record."""
+        return _AROUND + self.length
 
-    def _read(self) -> None:
-        """Read a block of the event file, and the raw files as far as its records had seen them.
+    def fits(self, length: int) -> bool:
+        """Return whether this is a header, and ``length`` what the end of its record says."""
+        return length == self.size and self.kind < len(KINDS)
 
-        The raw files' sizes are taken before the events are read, so that the events include all
-        that the rank printed before it wrote to the raw files.
-        """
-        sizes = self._raw[0].size(), self._raw[1].size()
-        block, at, left = self._events.peek(_BLOCK), 0, _BLOCK
-        while left > 0:
-            if len(block) - at < _HEADER.size:
-                if len(block) < _BLOCK:  # all records are read
-                    self._take_raw(sizes, left)
-                break
-            kind, length, stdout, stderr = _HEADER.unpack_from(block, at)
-            left -= self._take_raw((stdout, stderr), left)
-            if left <= 0:
-                break  # the record comes after what is left of these
-            end = at + _AROUND + length
-            if end > len(block):  # it is large, or being written just now
-                if not at:
-                    self._take_large(kind, length)
-                break
-            self._take(kind, block[at + _HEADER.size : end - _LENGTH.size])
-            left -= end - at
-            at = end
-        self._events.offset += at
 
-    def _take(self, kind: int, body: bytes) -> None:
-        if kind < 2:
-            self._take_text(kind, body)
-        else:
-            self._end_text()
-            self._found.append(Output(self._rank, KINDS[kind], body=body))
+def _header_at(block: bytes, at: int) -> _Header:
+    return _Header(*_HEADER.unpack_from(block, at))
 
-    def _take_large(self, kind: int, length: int) -> None:
-        """Take the record at the current offset, once it is complete."""
-        if self._events.size() < self._events.offset + _AROUND + length:
-            return
-        if length <= LARGEST_DISPLAY:
-            self._take(kind, self._events.peek(length, _HEADER.size))
-        else:
-            left_out = (
-                f"taas: a display of {size_in_words(length)} is left out, a notebook takes up to "
-                f"{size_in_words(LARGEST_DISPLAY)}: let the cell save it to a file\n"
-            )
-            self._take_text(1, left_out.encode())
-        self._events.offset += _AROUND + length
 
-    def _take_raw(self, sizes: tuple[int, int], limit: int) -> int:
-        taken = 0
-        for index, (file, size) in enumerate(zip(self._raw, sizes, strict=True)):
-            while file.offset < size and taken < limit:
-                data = file.peek(min(_BLOCK, size - file.offset))
-                if not data:
-                    break
-                file.offset += len(data)
-                taken += len(data)
-                self._take_text(2 + index, data)
-        return taken
+def _length_before(block: bytes, end: int) -> int:
+    """Return what the record that ends there says of its length."""
+    length: int = _LENGTH.unpack_from(block, end - _LENGTH.size)[0]
+    return length
 
-    def _take_text(self, source: int, body: bytes) -> None:
-        """Take bytes of Python's streams (0, 1) or C's (2, 3); they may end within a character."""
-        if source != self._source:
+
+class _Stream(IntEnum):
+    """Who wrote a text; each source may end its last text within a character."""
+
+    PYTHON_STDOUT = 0
+    PYTHON_STDERR = 1
+    C_STDOUT = 2
+    C_STDERR = 3
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of its output."""
+        return KINDS[self % 2]
+
+
+_OF_RECORDS = _Stream.PYTHON_STDOUT, _Stream.PYTHON_STDERR  # records of these kinds are their texts
+
+
+class _Outputs:
+    """Outputs in order; neighbouring texts of one kind are joined."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in _Stream]
+        self._source = _Stream.PYTHON_STDOUT
+        self._bodies: list[bytes] = []  # of this source, not decoded yet
+        self._texts: list[str] = []  # of this source's kind, before these
+        self._found: list[Output] = []
+
+    def add_text(self, source: _Stream, body: bytes) -> None:
+        """Add bytes of a stream."""
+        if source is not self._source:
             self._decode()
-            if KINDS[source % 2] != self._kind:
+            if source.kind != self._source.kind:
                 self._end_text()
-            self._source, self._kind = source, KINDS[source % 2]
+            self._source = source
         self._bodies.append(body)
+
+    def add_display(self, kind: int, body: bytes) -> None:
+        """Add a display, or another message of IPython's publisher."""
+        self._end_text()
+        self._found.append(Output(self._rank, KINDS[kind], body=body))
+
+    def take(self) -> list[Output]:
+        """Return what was added since the last call; a character that is not whole waits."""
+        self._end_text()
+        found, self._found = self._found, []
+        return found
 
     def _decode(self) -> None:
         if self._bodies:
@@ -210,7 +171,138 @@ class RankEvents:
         text = "".join(self._texts)
         self._texts.clear()
         if text:
-            self._found.append(Output(self._rank, self._kind, text))
+            self._found.append(Output(self._rank, self._source.kind, text))
+
+
+class _Growing:
+    """A growing file that is read from where the last read ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+
+    def size(self) -> int:
+        return size_of(self.path)
+
+    def peek(self, count: int, ahead: int = 0) -> bytes:
+        """Return up to ``count`` bytes, leaving them unread."""
+        if self.size() <= self.offset:
+            return b""
+        with self.path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), count, self.offset + ahead)
+
+
+class RankEvents:
+    """The output of one rank as one sequence.
+
+    It is a merge of three files: before each record comes what C code had written until then, as
+    the record's header says, and after the last record what C code has written since.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self._events = _Growing(folder / EVENTS)
+        self._c_files = _Growing(folder / STDOUT), _Growing(folder / STDERR)
+        self._outputs = _Outputs(rank)
+        self._damaged = False  # the event file cannot be read beyond its offset
+
+    def read(self) -> list[Output]:
+        """Return what was written since the last call, at most a block or a display.
+
+        Neighbouring texts are joined.
+        """
+        while True:
+            before = self._position
+            self._read_block()
+            found = self._outputs.take()
+            if found or self._position == before:
+                return found  # else it was only a part of a character
+
+    @property
+    def _position(self) -> tuple[int, ...]:
+        return self._events.offset, *(file.offset for file in self._c_files)
+
+    def _read_block(self) -> None:
+        """Take the next records, and what C code wrote before each, some 256 KiB in all."""
+        # The order matters: with these sizes taken first, the events that are read after them
+        # include all that the rank printed before it wrote this to the C files.
+        c_sizes = self._c_files[0].size(), self._c_files[1].size()
+        block = b"" if self._damaged else self._events.peek(_BLOCK)
+        at = 0  # in the block, where the next record begins
+        left = _BLOCK  # so many bytes are still taken, of all three files together
+        while left > 0 and len(block) - at >= _HEADER.size:
+            header = _header_at(block, at)
+            left -= self._take_c_output((header.stdout, header.stderr), left)
+            if left <= 0:
+                break  # the rest of it comes before the record, with the next block
+            end = at + header.size
+            if end > len(block):
+                # It is larger than a block, or not there as a whole: it is being written, or sent
+                # from another host, or the rank was killed while it wrote.
+                if at == 0:
+                    self._take_large(header)
+                break
+            if not header.fits(_length_before(block, end)):
+                self._give_up(self._events.offset + at)
+                break
+            self._take(header.kind, block[at + _HEADER.size : end - _LENGTH.size])
+            left -= header.size
+            at = end
+        self._events.offset += at
+        all_records_are_read = len(block) - at < _HEADER.size and len(block) < _BLOCK
+        if all_records_are_read:
+            self._take_c_output(c_sizes, left)
+
+    def _take(self, kind: int, body: bytes) -> None:
+        if kind < len(_OF_RECORDS):
+            self._outputs.add_text(_OF_RECORDS[kind], body)
+        else:
+            self._outputs.add_display(kind, body)
+
+    def _take_large(self, header: _Header) -> None:
+        """Take the record at the offset, which no block holds, once it is there as a whole."""
+        if self._events.size() < self._events.offset + header.size:
+            return
+        length = self._events.peek(_LENGTH.size, header.size - _LENGTH.size)
+        if not header.fits(_length_before(length, _LENGTH.size)):
+            self._give_up(self._events.offset)
+            return
+        if header.length <= LARGEST_DISPLAY:
+            self._take(header.kind, self._events.peek(header.length, _HEADER.size))
+        else:
+            self._say(
+                f"a display of {size_in_words(header.length)} is left out, a notebook takes up to"
+                f" {size_in_words(LARGEST_DISPLAY)}: let the cell save it to a file"
+            )
+        self._events.offset += header.size
+
+    def _take_c_output(self, sizes: tuple[int, int], limit: int) -> int:
+        """Take what C code has written, until its files are read up to these sizes.
+
+        Returns how many bytes were taken, about ``limit`` at most.
+        """
+        taken = 0
+        sources = _Stream.C_STDOUT, _Stream.C_STDERR
+        for source, file, size in zip(sources, self._c_files, sizes, strict=True):
+            while file.offset < size and taken < limit:
+                data = file.peek(min(_BLOCK, size - file.offset))
+                if not data:
+                    break
+                file.offset += len(data)
+                taken += len(data)
+                self._outputs.add_text(source, data)
+        return taken
+
+    def _give_up(self, offset: int) -> None:
+        """No record begins at this offset: read what C code wrote, and no more of the events."""
+        self._damaged = True
+        self._say(
+            f"the rest of what this rank printed cannot be read: {self._events.path} has no record"
+            f" at byte {offset:,}. Another version of taas wrote it, or a full disk or a killed"
+            " process has damaged it: look into the file itself"
+        )
+
+    def _say(self, fact: str) -> None:
+        self._outputs.add_text(_Stream.PYTHON_STDERR, f"taas: {fact}\n".encode())
 
     def skip(self) -> bool:
         """Skip everything except the last output; return whether that was found.
@@ -219,7 +311,7 @@ class RankEvents:
         written, or sent from another host, or the rank was killed while it wrote.
         """
         whole = self._events.size()
-        raw_sizes = [file.size() for file in self._raw]
+        c_sizes = [file.size() for file in self._c_files]
         for near in _LAST_BYTES:
             begin = max(0, whole - near)
             block = self._events.peek(whole - begin, begin - self._events.offset)
@@ -229,8 +321,11 @@ class RankEvents:
         else:
             return False
         self._events.offset = begin + first
-        seen = _HEADER.unpack_from(block, first)[2:] if block else (0, 0)
-        for file, size, known in zip(self._raw, raw_sizes, seen, strict=True):
+        seen = (0, 0)
+        if block:
+            header = _header_at(block, first)
+            seen = header.stdout, header.stderr
+        for file, size, known in zip(self._c_files, c_sizes, seen, strict=True):
             file.offset = max(known, size - _LAST_BYTES[0])
         return True
 
@@ -242,14 +337,12 @@ def _first_record(block: bytes) -> int | None:
     """
     at = len(block)
     while at >= _AROUND:
-        (length,) = _LENGTH.unpack_from(block, at - _LENGTH.size)
-        begin = at - length
-        if length < _AROUND or begin < 0:
-            break  # it begins before the block, or these bytes are no length
-        kind, nbytes, _, _ = _HEADER.unpack_from(block, begin)
-        if kind >= len(KINDS) or nbytes != length - _AROUND:
+        length = _length_before(block, at)
+        if not _AROUND <= length <= at:
+            break  # the record begins before the block, or these bytes are no length
+        if not _header_at(block, at - length).fits(length):
             break
-        at = begin
+        at -= length
     return at if at < len(block) or not block else None
 
 
