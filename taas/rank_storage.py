@@ -125,30 +125,41 @@ def guard(
         StorageDenied: none of the walls can be raised.
     """
     if rank == 0:
-        others = saves.OtherRanksFiles(project, scratch.parent, since_ns)
-        standing = Guard("none (rank 0)", scratch, others=others)
-        rescued.complete_checkpoints(project, lambda: standing.scratch.parent)
-        if mode == "discard":  # otherwise no rank diverts files
-            saves.install(others)
-        return standing
+        return _rank_0(project, scratch, since_ns, mode)
     global _edge
     edge = boundary.draw(project, shared, (*writable, str(scratch)))
     table = Table(edge, str(scratch), since_ns)
+    mechanism = _build_wall(rank, edge, mechanisms)
+    with contextlib.suppress(OSError):  # the working directory may have been removed
+        os.chdir(Path.cwd())  # by its path, which leads behind the wall
+    _edge = edge
+    if mechanism == "landlock":
+        _move_temporary_files(edge, scratch)
+    denial = Denial(rank, mode, edge, LANDLOCK_SAID if mechanism == "landlock" else WALL_SAID)
+    diversion.install(diversion.Diversion(table, denial))
+    return Guard(mechanism, scratch, denial, table)
+
+
+def _rank_0(project: str, scratch: Path, since_ns: int, mode: str) -> Guard:
+    """Let rank 0 find other ranks' files of its saves; it has no wall."""
+    others = saves.OtherRanksFiles(project, scratch.parent, since_ns)
+    standing = Guard("none (rank 0)", scratch, others=others)
+    kept.complete_checkpoints(project, lambda: standing.scratch.parent)
+    if mode == "discard":  # else no rank has any
+        saves.install(others)
+    return standing
+
+
+def _build_wall(rank: int, edge: boundary.Boundary, mechanisms: Sequence[str]) -> str:
+    """Build the first wall that can be had here; return its name, or raise StorageDenied."""
     why_not = []
     for mechanism in mechanisms:
         try:
             walls.WALLS[mechanism](edge)
         except OSError as error:
             why_not.append(f"{mechanism}: {error.strerror or error}")
-            continue
-        with contextlib.suppress(OSError):  # the working directory may have been removed
-            os.chdir(Path.cwd())  # again by its path, which leads behind the wall
-        _edge = edge
-        if mechanism == "landlock":
-            _move_temporary_files(edge, scratch)
-        denial = Denial(rank, mode, edge, LANDLOCK_SAID if mechanism == "landlock" else WALL_SAID)
-        diversion.install(diversion.Diversion(table, denial))
-        return Guard(mechanism, scratch, denial, table)
+        else:
+            return mechanism
     why = "; ".join(why_not)
     raise StorageDenied(errno.EPERM, f"rank {rank} cannot be kept from writing the project: {why}")
 

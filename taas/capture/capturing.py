@@ -170,12 +170,33 @@ class Capture:
         Raises :class:`CaptureError` if there is no memory for it.
         """
         check_room(self._described.sizes)
-        heap, reader = self.heap, self.heap.reader
+        heap = self.heap
+        first = len(self._held.objects)  # lower numbers are of what the ranks hold
+        contents |= self._contents(shell, first)
+        new = heap.memory_ranges(range(first, len(heap.objects)))
+        memory = SentMemory(new, first=self._held.kept.next_region)
+        try:
+            self.fd, self.nbytes = write_file(memory, self._described.roots, contents)
+        except NoRoom as error:
+            size = size_in_words(sum(self._described.sizes.values()))
+            raise CaptureError(
+                f"the names of this cell have {size}: {error}. Nothing was started."
+            ) from error
+        heap.named, heap.objects[:first] = {}, self._held.objects
+        heap.know(contents["held"]["numbers"])
+        self._memory = {**self._held.memory(), **memory.stretches}
+        # Ranks do not build what only data processes bind: in their answers these objects have no
+        # number.
+        of_ranks = heap.reached([*self._described.roots.values(), *self._described.places.values()])
+        heap.forget(heap.reached(self._described.only_for_data.values()) - of_ranks)
+
+    def _contents(self, shell: InteractiveShell | None, first: int) -> dict[str, Any]:
+        """Return what the payload says beside memory; the ranks lack numbers from ``first`` on."""
+        heap = self.heap
         files, setup = cell_numbers(shell), setup_cells()
         sources = heap.sources()
-        packages = {module.partition(".")[0] for module in reader.modules}
-        first = len(self._held.objects)
-        contents |= {
+        packages = {module.partition(".")[0] for module in heap.reader.modules}
+        return {
             "project": self._described.project,
             "apart": [*self._described.edited],
             "process state": process_state.of_notebook(),
@@ -200,22 +221,6 @@ class Capture:
             "states": heap.states[first:],
             "held": self._held.message_to_ranks(self._described.roots),
         }
-        new = heap.memory_ranges(range(first, len(heap.objects)))
-        memory = SentMemory(new, first=self._held.kept.next_region)
-        try:
-            self.fd, self.nbytes = write_file(memory, self._described.roots, contents)
-        except NoRoom as error:
-            size = size_in_words(sum(self._described.sizes.values()))
-            raise CaptureError(
-                f"the names of this cell have {size}: {error}. Nothing was started."
-            ) from error
-        heap.named, heap.objects[:first] = {}, self._held.objects
-        heap.know(contents["held"]["numbers"])
-        self._memory = {**self._held.memory(), **memory.stretches}
-        # Ranks do not build the objects that only data processes bind, so their answers have no
-        # numbers for these objects.
-        of_ranks = heap.reached([*self._described.roots.values(), *self._described.places.values()])
-        heap.forget(heap.reached(self._described.only_for_data.values()) - of_ranks)
 
     def _in_order_of_binding(self, roots: dict[str, int]) -> dict[str, int]:
         return dict(sorted(roots.items(), key=lambda root: self.heap.early(root[1])))
@@ -228,58 +233,79 @@ class Capture:
     @property
     def notices(self) -> list[str]:
         """Lines for the user."""
-        found = [
+        return [
+            *self._notices_of_large(),
+            *self._notices_of_left_behind(),
+            *self._unfit,
+            *self._notices_of_unwrapped(),
+            *self._notices_of_edited(),
+            *self._notices_of_detached(),
+            *self.notices_of_data,
+            *self._notices_of_built(),
+        ]
+
+    def _notices_of_large(self) -> list[str]:
+        return [
             f"{name} is {size_in_words(size)}; it is written to shared memory once for all ranks of"
             " a machine."
             for name, size in self._described.sizes.items()
             if size > LARGE
         ]
-        left = {
-            path: one
-            for path, one in self.heap.left.items()
-            if not isinstance(one.holder, types.ModuleType)
-        }
-        without = [
-            *self._described.without,
-            *(self._described.why(path, one.part, one.error) for path, one in left.items()),
-        ]
-        found += [f"{why} The ranks do without it." for why in without]
+
+    def _notices_of_left_behind(self) -> list[str]:
+        """Say which places and parts of names stay in the notebook."""
+        described = self._described
+        without = [*described.without]
+        for path, one in self.heap.left.items():
+            if not isinstance(one.holder, types.ModuleType):
+                without.append(described.why(path, one.part, one.error))
         parted = [one for one in self.heap.parted if id(one.holder) in self.heap.number]
-        found += [
-            f"{told}: each process has its own, so the ranks do without."
-            for told in summarize_attributes(parted)
+        return [
+            *(f"{why} The ranks do without it." for why in without),
+            *(
+                f"{told}: each process has its own, so the ranks do without."
+                for told in few_words_of(parted)
+            ),
         ]
-        found += self._unfit
-        if unwrapped := sorted(self._held.kept.wrapped & self._described.roots.keys()):
-            found.append(
-                f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares"
-                " objects with what did. So it travels anew, without the parallel wrapper or the"
-                " sharding that it had in the ranks; wrap it again before it is trained."
-            )
-        edited = [
-            n
-            for module in self._described.edited.values()
-            if (n := module.__name__) in self._described.modules_reached()
+
+    def _notices_of_unwrapped(self) -> list[str]:
+        unwrapped = sorted(self._held.kept.wrapped & self._described.roots.keys())
+        if not unwrapped:
+            return []
+        return [
+            f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares"
+            " objects with what did. So it travels anew, without the parallel wrapper or the"
+            " sharding that it had in the ranks; wrap it again before it is trained."
         ]
-        if edited:
-            found.append(
-                f"{', '.join(edited)}: edited since this notebook imported it. The ranks run the"
-                " file as it is now, the notebook what it imported, each with data of its own;"
-                f" importlib.reload({edited[0]}) in a cell of its own takes the file here, too."
-            )
-        if self._described.detached:
-            names = ", ".join(self._described.detached)
-            found.append(f"{names}: tensors travel without the graph they were computed in.")
-        found += self.notices_of_data
+
+    def _notices_of_edited(self) -> list[str]:
+        reached = self._described.modules_reached()
+        modules = self._described.edited.values()
+        edited = [module.__name__ for module in modules if module.__name__ in reached]
+        if not edited:
+            return []
+        return [
+            f"{', '.join(edited)}: edited since this notebook imported it. The ranks run the"
+            " file as it is now, the notebook what it imported, each with data of its own;"
+            f" importlib.reload({edited[0]}) in a cell of its own takes the file here, too."
+        ]
+
+    def _notices_of_detached(self) -> list[str]:
+        names = ", ".join(self._described.detached)
+        return (
+            [f"{names}: tensors travel without the graph they were computed in."] if names else []
+        )
+
+    def _notices_of_built(self) -> list[str]:
         built, large = self._described.needs.built, self._described.too_large
-        if built:
-            few = f"{', '.join(large[:5])}{' …' if large[5:] else ''}"
-            some = f" but {few} (large, or not to be pickled)" if large else ""
-            found.append(
-                f"the cell makes the names that it looks up ({built}), so all of the notebook's"
-                f" travel{some}. Where it names what it needs, only that does."
-            )
-        return found
+        if not built:
+            return []
+        few = ", ".join(large[:5]) + (" …" if large[5:] else "")
+        some = f" but {few} (large, or not to be pickled)" if large else ""
+        return [
+            f"the cell makes the names that it looks up ({built}), so all of the notebook's"
+            f" travel{some}. Where it names what it needs, only that does."
+        ]
 
     @property
     def notices_of_data(self) -> list[str]:

@@ -447,17 +447,20 @@ class FlatStates:
             few and any(id(value) in self._held for value in values)
         ):
             return values
-        number, out, marked = self.number, list[Any](), False
+        out: list[Any] = []
+        marked = False
         is_fresh = fresh is not Fresh.NO
         for value, count in _with_counts(values):
-            kind, alone = type(value), COUNTS_TELL and count <= _ALONE
-            if (kind in ATOMS and id(value) not in self._held) or (
-                kind in _BOXES and self._is_inline(value, alone and may_change)
-            ):
+            alone = COUNTS_TELL and count <= _ALONE
+            if type(value) in ATOMS:
+                stands_here = id(value) not in self._held
+            else:
+                stands_here = type(value) in _BOXES and self._is_inline(value, alone and may_change)
+            if stands_here:
                 out.append(value)
                 continue
             marked = True
-            n = number.get(id(value))
+            n = self.number.get(id(value))
             if n is None and is_fresh and alone and not isinstance(value, _NUMBERED):
                 out.append(inline(self._describe(value, children, fresh=fresh)))
             else:

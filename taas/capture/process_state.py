@@ -490,6 +490,12 @@ def _of_other_libraries() -> tuple[Row, ...]:
             _pandas_options,
             lambda p, name, value: p.set_option(name, value),
         ),
+        *_of_figures(),
+    )
+
+
+def _of_figures() -> tuple[Row, ...]:
+    return (
         _options(
             "how figures are shown",
             "matplotlib_inline.config",
@@ -523,25 +529,7 @@ def _of_torch(device: str | None) -> tuple[Row, ...]:
             ),
             lambda t, v: t.use_deterministic_algorithms(v[0], warn_only=v[1]),
         ),
-        # through torch's bindings: torch.backends.cudnn.set_flags resets other settings
-        _setting(
-            "benchmark of cuDNN", "torch", "_C._get_cudnn_benchmark", "_C._set_cudnn_benchmark"
-        ),
-        _setting(
-            "determinism of cuDNN",
-            "torch",
-            "_C._get_cudnn_deterministic",
-            "_C._set_cudnn_deterministic",
-        ),
-        _setting("use of cuDNN", "torch", "_C._get_cudnn_enabled", "_C._set_cudnn_enabled"),
-        _setting(
-            "precision of matmul",
-            "torch",
-            "get_float32_matmul_precision",
-            "set_float32_matmul_precision",
-        ),
-        _setting("TF32 of cuDNN", "torch", "_C._get_cudnn_allow_tf32", "_C._set_cudnn_allow_tf32"),
-        Row("precisions", "torch", _precisions, _put_precisions),
+        *_of_cudnn_and_precision(),
         Row(
             "default device of torch",
             "torch",
@@ -584,26 +572,52 @@ def _of_torch(device: str | None) -> tuple[Row, ...]:
     )
 
 
-def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
-    """Return all kinds of state in the order in which they are put, for a rank or a notebook."""
-    path, cuda = _PathOfRank(), device is not None or not rank
-    of_process = (
-        (
+def _of_cudnn_and_precision() -> tuple[Row, ...]:
+    return (
+        # by torch's bindings: torch.backends.cudnn.set_flags resets others
+        _setting(
+            "benchmark of cuDNN", "torch", "_C._get_cudnn_benchmark", "_C._set_cudnn_benchmark"
+        ),
+        _setting(
+            "determinism of cuDNN",
+            "torch",
+            "_C._get_cudnn_deterministic",
+            "_C._set_cudnn_deterministic",
+        ),
+        _setting("use of cuDNN", "torch", "_C._get_cudnn_enabled", "_C._set_cudnn_enabled"),
+        _setting(
+            "precision of matmul",
+            "torch",
+            "get_float32_matmul_precision",
+            "set_float32_matmul_precision",
+        ),
+        _setting("TF32 of cuDNN", "torch", "_C._get_cudnn_allow_tf32", "_C._set_cudnn_allow_tf32"),
+        Row("precisions", "torch", _precisions, _put_precisions),
+    )
+
+
+def _of_path_and_arguments(*, rank: bool) -> tuple[Row, ...]:
+    if rank:
+        path = _PathOfRank()
+        return (
             Row("sys.path", "sys", path.take, path.put, early=True),
             Row("sys.argv", "sys", lambda s: [*s.argv], _put_arguments_of_rank, early=True),
         )
-        if rank
-        else (
-            Row(
-                "sys.path",
-                "sys",
-                lambda s: [*s.path],
-                lambda s, v: operator.setitem(s.path, slice(None), v),
-                early=True,
-            ),
-            Row("sys.argv", "sys", _arguments, _put_arguments, early=True),
-        )
+    return (
+        Row(
+            "sys.path",
+            "sys",
+            lambda s: [*s.path],
+            lambda s, told: operator.setitem(s.path, slice(None), told),
+            early=True,
+        ),
+        Row("sys.argv", "sys", _arguments, _put_arguments, early=True),
     )
+
+
+def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
+    """Return all kinds of state in the order they are put, for a rank or for a notebook."""
+    cuda = device is not None or not rank
     return (
         Row(
             "environment",
@@ -612,7 +626,7 @@ def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
             put_variables,
             early=True,
         ),
-        *of_process,
+        *_of_path_and_arguments(rank=rank),
         Row(
             "time zone",
             "time",

@@ -109,24 +109,40 @@ def physical(
     which one that is; then the number stands for the GPU.
     """
     shown = _shown_by_driver(root)
-    in_order = (
-        environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in shown}) == 1
-    ) and len(shown) == present_gpus(root)
-    uuids = {gpu.uuid: gpu.bus for gpu in shown}
-    by_uuid = [name for name in names if name.startswith("GPU-")]
-    # the driver shows "?" for a GPU that was not used since boot
-    if by_uuid and any("?" in uuid for uuid in uuids):
-        uuids = _asked_for_uuids() or uuids
-    found = []
-    for name in names:
-        device = name
-        if name.isdigit() and in_order and int(name) < len(shown):
-            device = shown[int(name)].bus
-        elif name in by_uuid:
-            beginning_so = [bus for uuid, bus in uuids.items() if uuid.startswith(name)]
-            device = beginning_so[0] if len(beginning_so) == 1 else name
-        found.append(Gpu(name, device))
-    return tuple(found)
+    models = {gpu.model for gpu in shown}
+    by_address = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(models) == 1
+    all_are_shown = len(shown) == present_gpus(root)
+    by_number: list[str] = []
+    if by_address and all_are_shown:
+        by_number = [gpu.bus for gpu in shown]
+    by_uuid: dict[str, str] = {}
+    if any(name.startswith("GPU-") for name in names):
+        by_uuid = _addresses_by_uuid(shown)
+    return tuple(Gpu(name, _address_of(name, by_number, by_uuid)) for name in names)
+
+
+def _address_of(name: str, by_number: Sequence[str], by_uuid: Mapping[str, str]) -> str:
+    """Return the PCI address of a GPU that CUDA_VISIBLE_DEVICES names; the name if not known.
+
+    CUDA takes the beginning of a UUID, too, if only one GPU's begins so.
+    """
+    if name.isdigit() and int(name) < len(by_number):
+        return by_number[int(name)]
+    if name.startswith("GPU-"):
+        beginning_so = [bus for uuid, bus in by_uuid.items() if uuid.startswith(name)]
+        if len(beginning_so) == 1:
+            return beginning_so[0]
+    return name
+
+
+def _addresses_by_uuid(shown: Sequence[_Found]) -> dict[str, str]:
+    """Return the PCI addresses of GPUs by their UUIDs."""
+    known = {gpu.uuid: gpu.bus for gpu in shown}
+    if any("?" in uuid for uuid in known):
+        # such a GPU was not used since the machine was booted, and the driver does not show its
+        # UUID before it is
+        return _asked_for_uuids() or known
+    return known
 
 
 def _asked_for_uuids() -> dict[str, str]:

@@ -117,21 +117,31 @@ def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str
     """Say which option an unknown word was meant to be, or list the options."""
     typed, equals, value = word.partition("=")
     name = typed.lstrip(_DASHES).replace("_", "-").lower()
-    is_option = typed[:1] in tuple(_DASHES) and bool(name)
-    fact = f"no option {shown(typed)}" if is_option else f"{shown(word)} is no option"
-    if name in elsewhere and (is_option or equals):
+    has_dashes = typed[:1] in tuple(_DASHES) and bool(name)
+    names_one = has_dashes or bool(equals)  # of `gpus=4`, too, the beginning is a name
+    fact = f"no option {shown(typed)}" if has_dashes else f"{shown(word)} is no option"
+    if name in elsewhere and names_one:
         return refusal(fact, elsewhere[name].format(value=shown(value) or "…"))
-    meant = next((option.name for option in table.values() if name in option.meant_by), None)
-    meant = name if name in table else meant if is_option or equals else None
+    meant = _option_called(name, table, also_nearly=names_one)
     if word.isdecimal() and "gpus" in table:
         return f"{fact}: did you mean --gpus {shown(word)}?"
-    near = meant or nearest(name, table, 0.6 if is_option else 0.8)
+    near = meant or nearest(name, table, 0.6 if has_dashes else 0.8)
     if near:
         return f"{fact}: did you mean --{near}{equals}{shown(value)}?"
+    instead = "leave it out" if has_dashes else "leave it out, or put a value in quotes"
     allowed = ", ".join(f"--{name}" for name in table) or "none"
-    return refusal(
-        fact, "leave it out" if is_option else "leave it out, or put a value in quotes", allowed
-    )
+    return refusal(fact, instead, allowed)
+
+
+def _option_called(name: str, table: Mapping[str, Option], *, also_nearly: bool) -> str | None:
+    """Return the option of this name; ``also_nearly``: or one that people call so."""
+    if name in table:
+        return name
+    if also_nearly:
+        for option in table.values():
+            if name in option.meant_by:
+                return option.name
+    return None
 
 
 def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone: bool) -> Any:
@@ -139,34 +149,42 @@ def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone
 
     ``alone``: the line takes options only, so words after the value were meant for it, too.
     """
-    name = option.name
-    is_next = joined is None and bool(waiting) and not waiting[0].startswith("--")
-    if option.convert is None:
-        if joined is not None:
-            raise HeaderError(
-                refusal(f"--{name}={shown(joined)}", f"type --{name}, which takes no value")
-            )
-        if is_next and alone and waiting[0][:1] not in _DASHES and "=" not in waiting[0]:
-            fact = f"--{name} {shown(waiting[0])}"
-            raise HeaderError(refusal(fact, f"type --{name}, which takes no value"))
+    name, kind = option.name, option.convert
+    if kind is None:
+        _refuse_value(name, joined, waiting, alone=alone)
         return True
-    value = joined if joined is not None else waiting.pop(0) if is_next else ""
-    beside = (
-        [*itertools.takewhile(lambda word: word[0] not in _DASHES, filter(None, waiting))]
-        if alone
-        else []
-    )
+    missing = joined is None and (not waiting or waiting[0].startswith("--"))
+    if joined is not None:
+        value = joined
+    elif missing:
+        value = ""
+    else:
+        value = waiting.pop(0)
+    beside: list[str] = []
+    if alone:
+        words = (word for word in waiting if word)
+        beside = [*itertools.takewhile(lambda word: word[0] not in _DASHES, words)]
     whole = " ".join((value, *beside))
     try:
-        result = option.convert(value)
+        result = kind(value)
     except ValueError:
-        missing = joined is None and not is_next
         fact = f"--{name} has no value" if missing else f"--{name} {shown(whole) or repr(whole)}"
-        raise HeaderError(_wrong_value(option, fact, option.convert.near(whole))) from None
-    near = option.convert.near(whole) if beside else None
-    if near and near != value:  # otherwise the words after it were not meant for it
+        raise HeaderError(_wrong_value(option, fact, kind.near(whole))) from None
+    near = kind.near(whole) if beside else None
+    if near and near != value:  # else the words behind it were not meant for it
         raise HeaderError(_wrong_value(option, f"--{name} {shown(whole)}", near))
     return result
+
+
+def _refuse_value(name: str, joined: str | None, waiting: list[str], *, alone: bool) -> None:
+    """Raise HeaderError if an option that takes no value was given one."""
+    instead = f"type --{name}, which takes no value"
+    if joined is not None:
+        raise HeaderError(refusal(f"--{name}={shown(joined)}", instead))
+    next_word = waiting[0] if waiting else ""
+    is_meant_for_it = alone and "=" not in next_word and next_word[:1] not in _DASHES
+    if is_meant_for_it:
+        raise HeaderError(refusal(f"--{name} {shown(next_word)}", instead))
 
 
 def _wrong_value(option: Option, fact: str, near: str | None) -> str:
