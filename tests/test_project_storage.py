@@ -91,6 +91,41 @@ def test_live_reads(notebook: Notebook) -> None:
     assert sorted(ran.own.splitlines()) == ["[rank 0] all seen", "[rank 1] all seen"]
 
 
+def test_functions_of_os_that_an_earlier_cell_imported_by_name(notebook: Notebook) -> None:
+    """They are diverted in the ranks, and are the notebook's own afterwards.
+
+    So are those that an object holds, and those that the cell itself imports.
+    """
+    notebook.good(
+        block("""
+            import io, os
+            from functools import partial
+            from os import mkdir, rename
+            write = partial(io.open, mode="w")
+            calls = {"remove": os.remove}
+        """)
+    )
+    notebook.good(
+        block("""
+            #pragma taas --gpus 2
+            import os
+            from os import stat
+            mkdir("out")
+            print("of", os.environ["RANK"], file=write("out/new"))
+            rename("out/new", "out/old")
+            assert open("out/old").read() == f"of {os.environ['RANK']}\\n", stat("out/old")
+            write("out/gone").close()
+            calls["remove"]("out/gone")
+            found = os.listdir("out")
+        """)
+    )
+    assert notebook.value("[*found, open('out/old').read()]") == "['old', 'of 0\\n']"
+    same = (
+        "[stat is os.stat, mkdir is os.mkdir, write.func is io.open, calls['remove'] is os.remove]"
+    )
+    assert notebook.value(same) == "[True, True, True, True]"
+
+
 def test_the_whole_machine_as_project() -> None:
     """A kernel started in ``/`` runs ranks, which write only where no project files are."""
     written = Path("/written by rank 1 of a test")

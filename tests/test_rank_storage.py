@@ -182,6 +182,47 @@ def test_ordinary_code_goes_well_in_every_rank(run: Run, what: str) -> None:
     assert {path.name: path.read_text() for path in run.project.iterdir()} == {"log": "live "}
 
 
+LIKE_THE_REAL_ONE = {
+    "held by a class": block("""
+        class Files:
+            make, look, move, drop = os.mkdir, os.stat, os.rename, os.remove
+            read = open
+        files = Files()
+        files.make('a')
+        files.read('a/b', 'w').close()
+        files.move('a/b', 'a/c')
+        assert files.look('a/c').st_size == 0
+        files.drop('a/c')
+        assert os.listdir('a') == []
+    """),
+    "pickled and copied": block("""
+        for call in (open, os.mkdir, os.stat, os.rename, os.remove, os.getcwd, shutil.rmtree):
+            assert pickle.loads(pickle.dumps(call)) is call
+            assert copy.deepcopy(call) is call
+    """),
+    "bound beforehand": block("""
+        write = functools.partial(open, mode='w')
+        write('a').close()
+        list(map(os.remove, ['a']))
+        assert not os.path.exists('a')
+    """),
+    "asked what it is": block("""
+        assert os.mkdir.__name__ == 'mkdir' and os.mkdir.__doc__ == posix.mkdir.__doc__
+        assert [*inspect.signature(os.rename).parameters][:2] == ['src', 'dst']
+        assert os.stat in os.supports_follow_symlinks and callable(shutil.rmtree)
+    """),
+}
+"""How programs use functions of ``os``, and ``open``."""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", LIKE_THE_REAL_ONE)
+def test_what_stands_in_the_place_of_a_function_is_used_like_it(run: Run, what: str, rank: int):
+    """It is no method of a class that holds it, and goes by its name."""
+    code = f"import copy, functools, inspect, os, pickle, posix, shutil\n{LIKE_THE_REAL_ONE[what]}"
+    run.rank(lambda guard: exec(code, {"__name__": "__main__"}), rank=rank)
+
+
 def test_the_newer_of_two_versions_is_seen(run: Run):
     """What rank 0 saved after this rank's own save is loaded.
 

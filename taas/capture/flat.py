@@ -120,7 +120,9 @@ _PLAIN = ATOMS | _BOXES
 _NUMBERED = (MemoryRange, types.FunctionType, type)
 """Types that get a number even if they were made afresh: memory, and code, which uses names."""
 _LARGE = 8
-"""From that many items on it pays to check whether a container is a plain subtree."""
+"""Items from which on it pays to look whether a container is a plain subtree."""
+_PUBLIC = {"posix": "os", "_io": "io"}
+"""Where built-ins go by their public names: there a rank has another one in a function's place."""
 _DEEPEST = 64
 _HELD = (
     ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
@@ -416,6 +418,7 @@ class FlatStates:
         is_method = owner is not None and not isinstance(owner, types.ModuleType)
         if module is None and is_method:
             module = (owner if isinstance(owner, type) else type(owner)).__module__
+        module = _PUBLIC.get(module, module)
         home = None if module is None else module_named(module)
         if attributes_of(home).get(name) is function:
             return "global", (module, name)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -207,7 +206,6 @@ def use(folder: str, project: str, replica: str) -> None:
 def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
     """Return a call that asks for a file that it does not find, and tries again."""
 
-    @functools.wraps(native)
     def call(path: Any, *arguments: Any, **options: Any) -> Any:
         try:
             return native(path, *arguments, **options)

@@ -26,7 +26,7 @@ import posix
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -307,36 +307,10 @@ _OTHERS = ("getcwd", "getcwdb", "open", "builtins.open")
 """They have arguments of their own: ``install`` says what replaces them."""
 
 
-class _InPlace:
-    """What stands in the place of a function.
+def _around_one_path(diversion: Diversion, call: OnePath) -> _Call:
+    """Return what stands in the place of a function of ``ONE_PATH``."""
 
-    It is an object, and no function of Python: a function that a class holds (``look = os.stat``)
-    would become its method, which the functions of ``os`` do not. pickle writes its name, as it
-    does for them: another process uses its own function of this name.
-    """
-
-    def __init__(self, diversion: Diversion, name: str, real: _Call) -> None:
-        functools.update_wrapper(self, real)
-        module, self._name = _where(name)
-        self.__module__ = module.__name__
-        self._diversion = diversion
-
-    def __reduce__(self) -> str:
-        return self._name
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError
-
-
-class _CallOfOnePath(_InPlace):
-    """What stands in the place of a function of ``ONE_PATH``."""
-
-    def __init__(self, diversion: Diversion, name: str) -> None:
-        self._call = ONE_PATH[name]
-        super().__init__(diversion, name, self._call.real)
-
-    def __call__(self, path: Any = ".", *rest: Any, **options: Any) -> Any:
-        diversion, call = self._diversion, self._call
+    def diverted(path: Any = ".", *rest: Any, **options: Any) -> Any:
         if call.reads and not diversion.table.touched:
             return call.real(path, *rest, **options)
         follow = call.follow and options.get("follow_symlinks", True)
@@ -345,23 +319,22 @@ class _CallOfOnePath(_InPlace):
             return call.real(path, *rest, **options)
         return call.diverted(diversion, call.real, place, path, *rest, **options)
 
+    return diverted
 
-class _CallOfTwoPaths(_InPlace):
-    """What stands in the place of a function of ``TWO_PATHS``."""
 
-    def __init__(self, diversion: Diversion, name: str) -> None:
-        self._call = TWO_PATHS[name]
-        super().__init__(diversion, name, self._call.real)
+def _around_two_paths(diversion: Diversion, call: TwoPaths) -> _Call:
+    """Return what stands in the place of a function of ``TWO_PATHS``."""
 
-    def __call__(
-        self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    def diverted(
+        src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> Any:
-        diversion, call = self._diversion, self._call
         source = diversion.place(src, src_dir_fd, follow=False)
         target = diversion.place(dst, dst_dir_fd, follow=False)
         if source is None and target is None:
             return call.real(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         return call.diverted(diversion, call.real, source, target, src, dst)
+
+    return diverted
 
 
 class Entry(os.PathLike[Any]):
@@ -470,28 +443,52 @@ def install(diversion: Diversion) -> None:
         "open": diversion.open,
         "builtins.open": _opener(diversion),
     }
-    new |= {name: _CallOfOnePath(diversion, name) for name in ONE_PATH}
-    new |= {name: _CallOfTwoPaths(diversion, name) for name in TWO_PATHS}
-    # who asks whether a function of os takes follow_symlinks looks for it in this set
-    for name, function in new.items():
-        if _function(name) in os.supports_follow_symlinks:
-            os.supports_follow_symlinks.add(function)
-    replace(new)
+    new |= {name: _around_one_path(diversion, call) for name, call in ONE_PATH.items()}
+    new |= {name: _around_two_paths(diversion, call) for name, call in TWO_PATHS.items()}
+    # not os.supports_dir_fd: what is relative to a descriptor is not diverted
+    replace(new, [os.supports_follow_symlinks])
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
 
 
-def replace(new: Mapping[str, _Call]) -> None:
-    """Replace functions in all modules: of ``os``, ``builtins.open`` and ``shutil.rmtree``."""
+class _InPlace(functools.partial[Any]):
+    """A function that stands in the place of a real one.
+
+    A function of Python that a class holds (``look = os.stat``) is its method; functions written in
+    C are not, nor is this. pickle writes it by its name, as it does them, so that another process
+    uses its own function of this name.
+    """
+
+    def __get__(self, instance: object, owner: type | None = None) -> _InPlace:
+        return self
+
+    def __reduce__(self) -> str:
+        name: str = vars(self)["__name__"]
+        return name
+
+
+def replace(new: Mapping[str, _Call], known: Iterable[set[_Call]] = ()) -> None:
+    """Replace functions in all modules: of ``os``, ``builtins.open`` and ``shutil.rmtree``.
+
+    ``known`` are sets in which people look up what a function can do, as ``os.supports_dir_fd``.
+    """
     survey()
+    in_place: dict[str, _InPlace] = {}
     for name, function in new.items():
         module, attribute = _where(name)
-        setattr(module, attribute, function)
+        old = getattr(module, attribute)
+        in_place[name] = one = _InPlace(function)
+        functools.update_wrapper(one, old)
+        vars(one).update(__module__=module.__name__, __name__=attribute, __qualname__=attribute)
+        for functions in known:
+            if old in functions:
+                functions.add(one)
+        setattr(module, attribute, one)
         if name == "builtins.open":
-            io.open = function
+            io.open = one
     for put, name in _bound:
-        if name in new:
-            put(new[name])
+        if name in in_place:
+            put(in_place[name])
 
 
 def _where(name: str) -> tuple[ModuleType, str]:
@@ -512,7 +509,6 @@ def _opener(diversion: Diversion) -> _Call:
     def divert(path: Any, flags: int) -> int:
         return diversion.open(path, flags, 0o666)
 
-    @functools.wraps(_io.open)
     def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 in place of the built-in
         if len(options) < 7:  # its last one is the opener
             named["opener"] = named.get("opener") or divert

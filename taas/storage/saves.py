@@ -19,7 +19,6 @@ from __future__ import annotations
 import _io
 import contextlib
 import errno
-import functools
 import os
 import posix
 import shutil
@@ -149,21 +148,16 @@ def install(others: OtherRanksFiles) -> None:
     }
     looking["access"] = _accessible(os.access, others)
     moving = {name: _moving(getattr(os, name), others) for name in ("rename", "replace")}
-    for known in (
-        os.supports_dir_fd,
-        os.supports_fd,
-        os.supports_follow_symlinks,
-        os.supports_effective_ids,
-    ):
-        known |= {new for name, new in looking.items() if getattr(os, name) in known}
     removing = {"shutil.rmtree": _removing(shutil.rmtree, others)}
-    diversion.replace({**looking, **moving, **removing, "builtins.open": _opener(others)})
+    new = {**looking, **moving, **removing, "builtins.open": _opener(others)}
+    known = [os.supports_dir_fd, os.supports_fd]
+    known += [os.supports_follow_symlinks, os.supports_effective_ids]
+    diversion.replace(new, known)
 
 
 def _finding(native: _Call, others: OtherRanksFiles) -> _Call:
     """Return a call that uses another rank's file if the project lacks the path."""
 
-    @functools.wraps(native)
     def call(path: Any, *rest: Any, **options: Any) -> Any:
         try:
             return native(path, *rest, **options)
@@ -177,7 +171,6 @@ def _finding(native: _Call, others: OtherRanksFiles) -> _Call:
 
 
 def _accessible(native: _Call, others: OtherRanksFiles) -> _Call:
-    @functools.wraps(native)
     def access(path: Any, mode: int, **options: Any) -> bool:
         if native(path, mode, **options):
             return True
@@ -191,7 +184,6 @@ def _opener(others: OtherRanksFiles) -> _Call:
     """Return an ``open`` that finds other ranks' files; they keep the requested name."""
     native: _Call = _io.open
 
-    @functools.wraps(native)
     def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 in place of the built-in
         try:
             return native(file, *options, **named)
@@ -206,7 +198,6 @@ def _opener(others: OtherRanksFiles) -> _Call:
 
 
 def _removing(native: _Call, others: OtherRanksFiles) -> _Call:
-    @functools.wraps(native)
     def rmtree(path: Any, *rest: Any, **options: Any) -> None:
         native(path, *rest, **options)
         # With ignore_errors the directory may still exist.
@@ -237,7 +228,6 @@ def _move_file(source: str, target: Any) -> None:
 
 
 def _moving(native: _Call, others: OtherRanksFiles) -> _Call:
-    @functools.wraps(native)
     def rename(src: Any, dst: Any, **options: Any) -> None:
         try:
             native(src, dst, **options)
