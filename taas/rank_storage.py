@@ -144,7 +144,7 @@ def _rank_0(project: str, scratch: Path, since_ns: int, mode: str) -> Guard:
     """Let rank 0 find other ranks' files of its saves; it has no wall."""
     others = saves.OtherRanksFiles(project, scratch.parent, since_ns)
     standing = Guard("none (rank 0)", scratch, others=others)
-    kept.complete_checkpoints(project, lambda: standing.scratch.parent)
+    rescued.complete_checkpoints(project, lambda: standing.scratch.parent)
     if mode == "discard":  # else no rank has any
         saves.install(others)
     return standing

@@ -264,7 +264,7 @@ class Capture:
             *(f"{why} The ranks do without it." for why in without),
             *(
                 f"{told}: each process has its own, so the ranks do without."
-                for told in few_words_of(parted)
+                for told in summarize_attributes(parted)
             ),
         ]
 

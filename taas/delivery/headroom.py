@@ -87,7 +87,7 @@ class Headroom:
         """Return whether ``workers`` workers may make one more element of a plan for a rank.
 
         The first of these rules that applies decides. If it is the target, the plan is noted as
-        blocked, so that ``progressed`` raises the target if the rank has to wait.
+        blocked, so that ``take_progress`` raises the target if the rank has to wait.
         """
         view = plan.ranks[rank]
         ahead = len(view.unconsumed)

@@ -100,14 +100,14 @@ class Ledger:
         for rank in self.joined:
             self.plans.tell(rank, hello)
 
-    def progressed(self, rank: int, progress: Progress) -> None:
+    def take_progress(self, rank: int, progress: Progress) -> None:
         """Take in what a rank has done with its elements."""
-        for told in progress.plans:
-            self.plans.consume(rank, told.plan, told.consumed, told.asked)
-        self.released(self.works[number] for number in progress.released if number in self.works)
-        closed = [told.plan for told in progress.plans if told.closed]
-        asked = [told.plan for told in progress.plans if not told.closed]
-        self.room.progressed(rank, progress.waited, asked)
+        for of in progress.plans:
+            self.plans.consume(rank, of.plan, of.consumed, of.asked)
+        self.release(self.works[number] for number in progress.released if number in self.works)
+        closed = [of.plan for of in progress.plans if of.closed]
+        asked = [of.plan for of in progress.plans if not of.closed]
+        self.room.take_progress(rank, progress.waited, asked)
         for plan in closed:
             self.plans.close(rank, plan)
 
@@ -256,12 +256,12 @@ class Ledger:
 
     def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
         """Lease planned elements, one of each loader in turn, until no loader has any to lease."""
-        books = [book for book in self.plans.loaders if book.plans]
+        loaders = [loader for loader in self.plans.loaders if loader.plans]
         had_none = 0  # so many loaders in a row
-        while had_none < len(books):
+        while had_none < len(loaders):
             self._turn += 1
-            book = books[self._turn % len(books)]
-            if self._lease_one(book, leases):
+            loader = loaders[self._turn % len(loaders)]
+            if self._lease_one(loader, leases):
                 had_none = 0
             else:
                 had_none += 1
@@ -271,22 +271,22 @@ class Ledger:
 
         Returns whether there was one, and a worker for it.
         """
-        head = self._head_with_room(book)
+        head = self._head_with_room(loader)
         if head is None:
             return False
         plan, rank = head
         worker = self._worker_for(plan.ranks[rank].queue[0])
         if worker is None:
             return False  # all are busy enough, for any element of this loader
-        work = plan.take(rank, self.room.paces[book.index].size)
+        work = plan.take(rank, self.room.paces[loader.index].size)
         work.number = next(self._numbers)
         self.works[work.number] = work
         leases[worker.name].append(self._lease(work, worker))
         return True
 
-    def _head_with_room(self, book: LoaderBook) -> tuple[Plan, int] | None:
+    def _head_with_room(self, loader: LoaderState) -> tuple[Plan, int] | None:
         """Return plan and rank of the most urgent element for which there is room; None if none."""
-        for plan, rank in self.plans.heads(book):
+        for plan, rank in self.plans.heads(loader):
             if self.room.is_left(rank, plan, len(self.workers)):
                 return plan, rank
         return None
@@ -360,9 +360,9 @@ class Ledger:
 
         This lasts until a rank consumes some.
         """
-        if not any(self.plans.heads(book)):
+        if not any(self.plans.heads(loader)):
             return False  # nothing is planned that may be leased
         for work in self.works.values():
             if work.plan.loader == loader.index and not all(lease.done for lease in work.leases):
                 return False
-        return self._head_with_room(book) is None
+        return self._head_with_room(loader) is None
