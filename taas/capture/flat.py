@@ -120,7 +120,7 @@ _PLAIN = ATOMS | _BOXES
 _NUMBERED = (MemoryRange, types.FunctionType, type)
 """Types that get a number even if they were made afresh: memory, and code, which uses names."""
 _LARGE = 8
-"""Items from which on it pays to look whether a container is a plain subtree."""
+"""From that many items on it pays to check whether a container is a plain subtree."""
 _PUBLIC = {"posix": "os", "_io": "io"}
 """Where built-ins go by their public names: there a rank has another one in a function's place."""
 _DEEPEST = 64
