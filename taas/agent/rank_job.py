@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -212,8 +211,10 @@ class RankJob(Job):
                     rank.started = True
                     self._say(said)
                 case RankStage(stage="at work"):
+                    logger.info("rank %d is at work", rank.number)
                     rank.at_work = True
                 case RankStage(stage="packing"):
+                    logger.info("rank %d packs its names", rank.number)
                     rank.packing = True
                 case RankStage(stage="wrote"):
                     rank.process.writes_collective = False
@@ -322,7 +323,7 @@ class RankJob(Job):
         self._step_look()
         for rank in self.ranks:
             if rank.leaving and time.monotonic() > rank.ended_at + deadlines.RANK_EXITS:
-                rank.send(signal.SIGKILL)
+                rank.kill_session()
 
     def close(self) -> None:
         """Give back what it held."""
