@@ -1,16 +1,9 @@
 """A rank's connection to its agent, read by a thread of its own from its first cell on.
 
-So a rank whose main thread is in C code can still be asked:
-
-* It is interrupted. A real-time signal follows the SIGINT; its Python-level handler, which runs as
-  soon as the main thread runs Python code, proves that the interrupt is noticed, whatever handler
-  of SIGINT the cell has. A main thread that uses the processor in C code (it saves a large model)
-  has the time it needs. One that has slept for a second may wait for other ranks: that is broken
-  off (:mod:`taas.adopt.waits`), and the KeyboardInterrupt comes out. While C code holds the GIL
-  nobody answers.
-* It is to pack its names as they stand: the main thread does so before its next line of Python, or
-  this one while the main one sleeps in C code, which changes nothing then. The first of the two
-  says the rank's last word.
+So a rank whose main thread is in C code is still heard, and answers. The link carries messages, and
+each goes to whom it concerns: what the main thread is at, and is asked, to the
+:class:`~taas.rank.main_thread.MainThreadWatch`; who says how the cell ended, to the
+:class:`~taas.rank.last_word.LastWord`.
 
 What a cell asks the person at the keyboard goes by the agent into the run's record, where whoever
 shows the run in a notebook finds it (notebook/live_view.py); the answer comes back by the agent.
@@ -25,22 +18,17 @@ import queue
 import select
 import signal
 import socket
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Literal
 
 from IPython.core.error import StdinNotImplementedError
 
 from taas import adopt
+from taas.rank.last_word import LastWord
+from taas.rank.main_thread import MainThreadWatch
 from taas.runs import stacks
-from taas.wire import deadlines
 from taas.wire.framing import Message, MessageReader, pack
 from taas.wire.ranks import (
-    NOTICE,
     Answer,
     Asking,
     GetReady,
@@ -53,7 +41,6 @@ from taas.wire.ranks import (
     send,
 )
 
-_NAMES = NOTICE + 1
 _read = MessageReader(RankHears)
 
 Order = tuple[RankStart, int]
@@ -64,28 +51,31 @@ class AgentLink:
     """What one rank and its agent say to each other.
 
     Attributes:
-        answer: the descriptor of the packed names, until the agent has them; else -1.
-        broken_off: whether the main thread's waiting for other ranks was made to fail in this cell.
+        last_word: how the cell ended, and who says that.
     """
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent, self._pid = agent, os.getpid()
-        self._main_thread = threading.get_ident()
-        self._speaker: dict[str, int] = {}
-        self._given = False
-        self._asked: _Sleep | None = None
-        self._names_asked = self._noticed_before_asked = self._interrupt_ignored = False
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._noticed = -1
-        self._pack_names: Callable[..., RankEnded]
         self._answered: Callable[[Answer | None], None]
-        self.answer = self._ahead = -1
-        self.broken_off = False
+        self._watch: MainThreadWatch | None = None
+        """It is there from the first cell on, as the link's thread is."""
+        self.last_word = LastWord(self.send)
 
     @property
     def in_rank(self) -> bool:
         """Whether this process is the rank, and not one that the cell forked."""
         return os.getpid() == self._pid
+
+    @property
+    def in_cell(self) -> bool:
+        """Whether this process is the rank, and its cell runs: the agent is heard."""
+        return self.in_rank and self.last_word.is_open
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether the main thread's waiting for other ranks was made to fail in this cell."""
+        return self._watch is not None and self._watch.broken_off
 
     def send(self, message: Message) -> None:
         """Send the agent a message."""
@@ -96,7 +86,7 @@ class AgentLink:
 
         Before its first order a process may be told to get ready for that.
         """
-        if self._noticed >= 0:
+        if self._watch is not None:  # the link's thread reads
             return self._orders.get()
         data, descriptors = receive(self._agent)
         said = _read(data)
@@ -108,15 +98,14 @@ class AgentLink:
         poll.register(self._agent.fileno(), select.POLLIN)
         return bool(poll.poll(0))
 
-    @property
-    def in_cell(self) -> bool:
-        """Whether this process is the rank, and its cell runs: the agent is heard."""
-        return self.in_rank and self._noticed >= 0 and not self._speaker
-
     def begin_cell(
         self, pack_names: Callable[..., RankEnded], answered: Callable[[Answer | None], None]
     ) -> None:
         """Answer the agent while a cell runs; called once other threads may start.
+
+        The agent asks nothing of the cell before this rank has said that it begins. So the order
+        matters only where something else may come: the last word is open, and the handlers are
+        there, before SIGINT works again and before the thread reads.
 
         Args:
             pack_names: makes the rank's last word with its names as they stand; with
@@ -124,110 +113,52 @@ class AgentLink:
             answered: takes what the person at the keyboard answered; None: they have interrupted
                 the cell.
         """
-        self._pack_names, self._answered, self.broken_off = pack_names, answered, False
-        if self._noticed >= 0:
-            self._speaker.clear()
-            self._noticed_before_asked = self._interrupt_ignored = False
+        self._answered = answered
+        watch = self._watch or MainThreadWatch(self.last_word, self.send)
+        watch.begin_cell()
+        self.last_word.begin_cell(pack_names)
+        if self._watch is not None:
+            # the end of the last cell has taken it away
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
-        self._noticed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        signal.signal(NOTICE, lambda number, frame: self._notice())
-        signal.signal(_NAMES, lambda number, frame: self._stop_here())
-        threading.Thread(target=self._serve, name="taas-agent-link", daemon=True).start()
+        self._watch = watch
+        threading.Thread(
+            target=self._serve, args=(watch,), name="taas-agent-link", daemon=True
+        ).start()
 
-    def _notice(self) -> None:
-        """Say that the main thread runs Python code; raise an interrupt that C code ignored."""
-        os.eventfd_write(self._noticed, 1)
-        handler = signal.getsignal(signal.SIGINT)
-        if self._interrupt_ignored and callable(handler):
-            self._interrupt_ignored = False
-            handler(signal.SIGINT, sys._getframe())
+    # ------------------------------------------------------------ the link's thread
 
-    def _repeat_interrupt(self) -> None:
-        """Raise an interrupt that C code ignored, once the main thread runs Python code again.
-
-        What the cell itself ignores stays ignored, and the interrupt of a cell that is over is
-        none.
-        """
-        if self._speaker or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            return
-        self._interrupt_ignored = True
-        signal.pthread_kill(self._main_thread, NOTICE)
-
-    def _speaks(self) -> bool:
-        """Whether this thread says how the cell ended: the first one that asks."""
-        me = threading.get_ident()
-        return self._speaker.setdefault("thread", me) == me
-
-    def _stop_here(self) -> None:
-        """Give the names in the main thread, unless the other one does; the cell runs no more."""
-        if self._speaker.get("thread") == self._main_thread:
-            return  # it is at its end, and packs them anyhow
-        signal.signal(signal.SIGINT, _take_no_notice)
-        if self._speaks():
-            self._give_names()
-        while True:
-            signal.pause()
-
-    def _give_names(self) -> None:
-        """Pack the names as they stand, and say the last word; the agent then ends this process."""
-        self.send(RankStage(stage="packing"))
-        ended, self._given = self._pack_names(), True
-        self.send(ended)
-
-    def end_cell(self) -> None:
-        """Let interrupts change nothing from now on, and have the last word; for the main thread.
-
-        Does not return if the other thread has the last word already: it ends the process.
-        """
-        while signal.getsignal(signal.SIGINT) is not _take_no_notice:
-            try:
-                signal.signal(signal.SIGINT, _take_no_notice)
-            except KeyboardInterrupt:  # the last that came
-                continue
-        while not self._speaks():
-            signal.pause()
-
-    # ------------------------------------------------------------ the other thread
-
-    def _serve(self) -> None:
+    def _serve(self, watch: MainThreadWatch) -> None:
         poll = select.poll()
         poll.register(self._agent.fileno(), select.POLLIN)
-        poll.register(self._noticed, select.POLLIN)
+        poll.register(watch.source, select.POLLIN)
         while True:
-            ready = dict(poll.poll(None if self._asked is None else deadlines.ASK_AGAIN * 1000))
-            if self._noticed in ready:
-                os.eventfd_read(self._noticed)
-                self._noticed_before_asked = self._asked is None
-                self._asked = None
-                self.send(RankStage(stage="at work"))
+            wait = watch.wait
+            ready = dict(poll.poll(None if wait is None else wait * 1000))
+            # A sign comes before the message that asks for it, if both are there: see ask_for_sign.
+            if watch.source in ready:
+                watch.take_sign()
             if self._agent.fileno() in ready:
                 try:
                     data, descriptors = receive(self._agent)
                 except (EOFError, OSError):  # the agent went, and the system ends this process
                     self._orders.put(None)
                     return
-                self._hear(data, descriptors)
-            elif self._asked is not None:
-                self._ask_again(self._asked)
+                self._hear(watch, data, descriptors)
+            elif watch.wait is not None:
+                watch.ask_again()
 
-    def _hear(self, data: bytes, descriptors: list[int]) -> None:
+    def _hear(self, watch: MainThreadWatch, data: bytes, descriptors: list[int]) -> None:
         match said := _read(data):
             case RankRequest(what="notice"):
                 self._answered(None)
-                if said.ignored:
-                    self._repeat_interrupt()
-                if not self._noticed_before_asked:
-                    self._ask_main_thread(NOTICE, "at work")
+                watch.ask_for_sign(interrupt_ignored=said.ignored)
             case RankRequest(what="names"):
-                self._names_asked = True
-                self._ask_main_thread(_NAMES, "packing")
+                watch.ask_for_names()
             case RankRequest(what="taken"):
-                for fd in {self.answer, self._ahead} - {-1}:
-                    os.close(fd)
-                self.answer = self._ahead = -1
-            case RankRequest(what="leave") if self._given:
-                os._exit(1)
+                self.last_word.forget_names()
+            case RankRequest(what="leave") if self.last_word.is_given:
+                os._exit(1)  # the main thread is held in a signal handler, or in C code
             case RankRequest(what="collective"):
                 stacks.note_collective(adopt.pending_collective())
                 self.send(RankStage(stage="wrote"))
@@ -236,61 +167,9 @@ class AgentLink:
             case _:
                 self._orders.put(_order(said, descriptors))
 
-    def _ask_main_thread(self, number: int, at_its_end: Literal["at work", "packing"]) -> None:
-        """Ask the main thread for something; if the cell is over, it does it already."""
-        if self._speaker:
-            self.send(RankStage(stage=at_its_end))
-            return
-        self._asked = self._asked or _Sleep()
-        signal.pthread_kill(self._main_thread, number)
 
-    def _ask_again(self, asked: _Sleep) -> None:
-        if not self._names_asked and self._handles_interrupt():
-            os.eventfd_write(self._noticed, 1)
-            return
-        slept = asked.seconds()
-        if slept < deadlines.BREAK_OFF and adopt.waits_at_full_speed(self._main_thread):
-            slept = asked.age
-        if slept == 0.0:  # it will do what it is asked when it comes back
-            if not asked.told and asked.age >= deadlines.BREAK_OFF:
-                asked.told = True
-                self.send(RankStage(stage="at work"))
-            return
-        # again: a signal that comes between the last line of Python and a system call ends no
-        # system call
-        signal.pthread_kill(self._main_thread, NOTICE)
-        if slept >= deadlines.BREAK_OFF and not self.broken_off:
-            self.broken_off = True
-            threading.Thread(target=self._break_off, name="taas-breaks-off", daemon=True).start()
-        elif (
-            slept >= deadlines.STILL and self._names_asked and not self._speaker and self._speaks()
-        ):
-            self._give_names()
-
-    def _handles_interrupt(self) -> bool:
-        """Tell whether the main thread handles an interrupt; it may wait for other ranks there."""
-        handled = sys._current_exceptions().get(self._main_thread)
-        error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12
-        return isinstance(error, KeyboardInterrupt)
-
-    def _break_off(self) -> None:
-        """Let the main thread's waits fail; the agent has the names first, as NCCL may abort."""
-        try:
-            if adopt.waits_on_gpus():
-                packing = threading.Thread(
-                    target=self._give_names_ahead, name="taas-packs", daemon=True
-                )
-                packing.start()
-                packing.join(deadlines.NAMES_AHEAD)
-            adopt.break_off()
-        except Exception:  # no descriptor left, NCCL: the wait lasts
-            traceback.print_exc()
-
-    def _give_names_ahead(self) -> None:
-        ended = self._pack_names(last=False)
-        if ended.answer is not None:
-            self._ahead = ended.answer.fd
-            self.send(ended)
+def _order(said: Message, descriptors: list[int]) -> Order | None:
+    return (said, descriptors[0]) if isinstance(said, RankStart) else None
 
 
 class Keyboard:
@@ -345,48 +224,3 @@ class Keyboard:
         if answer.refused:
             raise StdinNotImplementedError(answer.refused)
         return answer.text
-
-
-class _Sleep:
-    """How long the main thread has slept since this was made.
-
-    ``told``: the agent knows that it is at work.
-    """
-
-    def __init__(self) -> None:
-        self._began = self._since = time.monotonic()
-        self._used = _main_thread()[1]
-        self.told = False
-
-    @property
-    def age(self) -> float:
-        return time.monotonic() - self._began
-
-    def seconds(self) -> float:
-        """Return for how many seconds it has slept; 0: it uses the processor, or a disk."""
-        now, (state, used) = time.monotonic(), _main_thread()
-        idle = deadlines.IDLE_SHARE * (now - self._since) + deadlines.CLOCK_GRAIN
-        if state != "S" or used - self._used > idle:
-            self._since, self._used = now, used
-        return now - self._since
-
-
-def _main_thread() -> tuple[str, float]:
-    """Return the main thread's state (proc(5)), and its processor time in seconds.
-
-    Where no file can be opened any more, it is taken to sleep.
-    """
-    try:
-        stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes()
-    except OSError:
-        return "S", 0.0
-    fields = stat.rpartition(b")")[2].split()
-    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _order(said: Message, descriptors: list[int]) -> Order | None:
-    return (said, descriptors[0]) if isinstance(said, RankStart) else None
-
-
-def _take_no_notice(number: int, frame: object) -> None:
-    """Handle SIGINT once the cell is over; ``SIG_IGN`` would complain of one under way."""

@@ -72,9 +72,9 @@ def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[Rank
         except KeyboardInterrupt as error:
             # it came before the cell's first line, or after its last
             ended = failed(start.rank, error)
-        link.end_cell()
+        link.last_word.end_cell()
     except KeyboardInterrupt:  # it came when the end was known
-        link.end_cell()
+        link.last_word.end_cell()
     return ended, value
 
 

@@ -145,8 +145,7 @@ class _Orders:
         outlet.open(Path(start.staged.output) / str(start.rank))
         ended = self._run(start, payload)
         outlet.flush()
-        link.answer = -1 if ended.answer is None else ended.answer.fd
-        link.send(with_notices(ended, lost_output(ended, outlet)))
+        link.last_word.say(with_notices(ended, lost_output(ended, outlet)))
         with _shown():
             if start.order.delivery is not None:
                 from taas.delivery import loader
