@@ -23,9 +23,15 @@ from pathlib import Path
 from taas import _linux
 
 _F_SETOWN, _F_SETSIG = 8, 10
-_KILLS_LATER = signal.SIGQUIT
-"""Its handler in C is alarm(2), to which the system gives the signal's number, 3: SIGALRM ends the
-process 3 s later.
+_SECONDS_TO_NOTICE = 3
+"""So long a supervisor has to notice the end of its kernel; then the system ends it."""
+_STARTS_ALARM = signal.Signals(_SECONDS_TO_NOTICE)
+"""The signal that makes the system count these seconds: SIGQUIT, as its number is 3.
+
+Its handler has to be a function of C, because Python's handlers do not run while C code holds the
+GIL. The handler is alarm(2) itself. C calls a handler with one argument, the signal's number, and
+alarm takes one, the seconds after which it sends SIGALRM, which ends the process. So the number of
+the signal is the number of seconds.
 """
 _COMM = Path("/proc/self/comm")
 FORKSERVER_NAME, SPARE_NAME = "taas-forkserver", "taas-spare"
@@ -61,7 +67,9 @@ class KernelTie:
     """A supervisor's tie to its kernel's process, whoever inherits the life pipe's writing end.
 
     Of its ``sources``, the life pipe's reading end and a descriptor of the kernel, one at least
-    becomes readable.
+    becomes readable when the kernel is gone. At the pipe's end the system also sends two signals,
+    one for each of two descriptors of its reading end: SIGCONT, which lets a stopped supervisor go
+    on, and, unless it is disarmed, the one that starts the alarm.
 
     Raises:
         ProcessLookupError: it is gone already.
@@ -70,15 +78,20 @@ class KernelTie:
     def __init__(self, kernel: int, life: int) -> None:
         self.sources = life, os.pidfd_open(kernel)
         signal_at_end(life, os.getpid(), signal.SIGCONT)
-        self._too = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self.kills(True)
+        # Opened anew, since a duplicate would share its signal with the first descriptor.
+        self._second = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.arm()
 
-    def kills(self, it_does: bool) -> None:
-        """Say whether the pipe's end is to kill this process, unless it takes that back in time.
+    def arm(self) -> None:
+        """Let the pipe's end start the alarm, which ends this process if it does not disarm it."""
+        _linux.libc.signal(_STARTS_ALARM, _linux.libc.alarm)
+        signal_at_end(self._second, os.getpid(), _STARTS_ALARM)
 
-        No Python runs for it, since this process may hold the GIL or be stopped.
+    def disarm(self) -> None:
+        """Let the pipe's end start no alarm any more, and stop one that it has started.
+
+        In this order: an alarm that starts before the first line took effect is stopped by the
+        second.
         """
-        _linux.libc.signal(_KILLS_LATER, _linux.libc.alarm)
-        signal_at_end(self._too, os.getpid(), _KILLS_LATER if it_does else signal.SIGCONT)
-        if not it_does:
-            signal.alarm(0)
+        signal_at_end(self._second, os.getpid(), signal.SIGCONT)
+        signal.alarm(0)

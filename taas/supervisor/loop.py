@@ -131,7 +131,10 @@ class Supervisor:
         return bool(self._queue.names) or any(run.background for run in self._runs.values())
 
     def _tie_to_kernel(self) -> None:
-        self._tie.kills(not (self._kernel_gone or self._in_background))
+        if self._kernel_gone or self._in_background:
+            self._tie.disarm()
+        else:
+            self._tie.arm()
 
     def _lose_kernel(self) -> None:
         """Take in that the kernel is gone, or has let go of this process.
