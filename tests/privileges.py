@@ -8,7 +8,9 @@ that refuses user namespaces differ in nothing but these.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,3 +73,50 @@ def small_disk(folder: Path, options: str) -> Iterator[None]:
 
 
 needs_user_namespaces = _unless(no_user_namespaces(), "makes a user namespace")
+
+
+# ---------------------------------------------------------------- numbers of processes
+
+
+@functools.cache
+def no_pids_controller() -> str:
+    """Why the number of processes in a control group cannot be limited; empty where it can."""
+    try:
+        with _control_group("probe") as group:
+            (group / "pids.max").write_text("max")
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _control_group(name: str) -> Iterator[Path]:
+    """Make a control group; in version 1 the controller has a tree of its own."""
+    tree = Path("/sys/fs/cgroup")
+    if (tree / "pids").is_dir():
+        tree /= "pids"
+    group = tree / f"taas-test-{name}-{os.getpid()}"
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+needs_pids_controller = _unless(no_pids_controller(), "limits processes by a control group")
+
+
+@contextmanager
+def few_processes(pid: int, more: int) -> Iterator[None]:
+    """Let a process have only so many more children and threads, with what descends from them."""
+    with _control_group(str(pid)) as group:
+        (group / "cgroup.procs").write_text(str(pid))
+        there = int((group / "pids.current").read_text())
+        (group / "pids.max").write_text(str(there + more))
+        try:
+            yield
+        finally:
+            (group / "pids.max").write_text("max")
+            for one in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    (group.parent / "cgroup.procs").write_text(one)

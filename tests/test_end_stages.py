@@ -130,6 +130,7 @@ class OneCell:
 
     def __init__(self, cell: Callable[[], None]) -> None:
         self._agent, its = socket_pair()
+        self.said: list[Any] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
@@ -154,31 +155,29 @@ class OneCell:
     def tell(self, what: str) -> None:
         tell(self._agent, pack(RankRequest(what=what)))
 
-    def hear_until(self, kind: type) -> list[Any]:
-        """What it says until a message of this kind, or until it is gone."""
-        said: list[Any] = []
+    def hear_until(self, kind: type) -> None:
+        """Hear it until it has said a message of this kind, or is gone."""
         closed = False
-        while not closed and not any(isinstance(one, kind) for one in said):
+        while not closed and not any(isinstance(one, kind) for one in self.said):
             multiprocessing.connection.wait([self._agent])
             heard, closed = hear(self._agent)
-            said += heard
-        return said
+            self.said += heard
 
-    def end(self) -> list[Any]:
-        """Let it leave; returns what it still says, and its exit status."""
+    @property
+    def last_words(self) -> list[str]:
+        """The last words among what it has said."""
+        return [one.outcome for one in self.said if isinstance(one, RankEnded)]
+
+    def leave(self) -> int:
+        """Let it leave, and hear all that it still says; returns its exit status."""
         self.tell("leave")
-        said = self.hear_until(type(None))
+        self.hear_until(type(None))
         self._agent.close()
-        return [*said, os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])]
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def _ended(outcome: str) -> RankEnded:
     return RankEnded(rank=0, outcome=outcome, at=time.time())
-
-
-def words(said: list[Any]) -> list[str]:
-    """The last words among what a rank has said."""
-    return [one.outcome for one in said if isinstance(one, RankEnded)]
 
 
 @pytest.mark.parametrize(
@@ -196,12 +195,11 @@ def test_who_says_the_last_word(
 ) -> None:
     """The main thread at the cell's end; of a stopped cell, the thread that can."""
     rank = OneCell(cell)
-    said = rank.hear_until(RankStage)
+    rank.hear_until(RankStage)
     rank.tell(asked)
-    said += rank.hear_until(RankEnded)
-    rest = rank.end()
-    assert words(said + rest) == says
-    assert rest[-1] == status
+    rank.hear_until(RankEnded)
+    assert rank.leave() == status
+    assert rank.last_words == says
 
 
 def test_a_cell_that_is_stopped_at_its_end_has_one_last_word() -> None:
@@ -209,14 +207,10 @@ def test_a_cell_that_is_stopped_at_its_end_has_one_last_word() -> None:
 
     Neither waits for the other for good.
     """
-    seen = set()
     for spins in range(0, 60_000, 1_000):
         rank = OneCell(lambda: runs_on(spins))  # noqa: B023  forked at once
-        said = rank.hear_until(RankStage)
+        rank.hear_until(RankStage)
         rank.tell("names")
-        said += rank.hear_until(RankEnded)
-        rest = rank.end()
-        [word] = words(said + rest)
-        assert (word, rest[-1]) in (("done", 0), ("interrupted", 1))
-        seen.add(word)
-    assert seen
+        rank.hear_until(RankEnded)
+        status = rank.leave()
+        assert (rank.last_words, status) in ((["done"], 0), (["interrupted"], 1))

@@ -6,14 +6,20 @@ imports it. So it is a fact who imported it, and when.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from blocks import block
 from notebook_harness import Notebook, gone, there, until
+from privileges import few_processes, needs_pids_controller
 
 pytestmark = pytest.mark.slow
 
@@ -257,3 +263,68 @@ def test_what_an_import_prints_ahead_is_nobodys_output(world: World) -> None:
     assert ran.own.split()[:1] == ["mine"]
     assert int(ran.own.split()[1]) in ready
     assert "loud" not in ran.stdout + ran.stderr
+
+
+# ---------------------------------------------------------------- a spare that cannot be forked
+
+
+@contextlib.contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    """Let a process open nothing any more; it ends in here."""
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0))
+    yield
+
+
+@contextlib.contextmanager
+def no_processes_of_the_user(pid: int) -> Iterator[None]:
+    """Let a process fork no more; it ends in here."""
+    resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))
+    yield
+
+
+def rests(process: psutil.Process) -> bool:
+    """Whether a process uses no processor time while it is watched."""
+    before = process.cpu_times()[:2]
+    time.sleep(0.5)
+    return process.cpu_times()[:2] == before
+
+
+LACKS = {
+    "a descriptor": (no_descriptors, "import heavy"),
+    "a descriptor, and nothing to import": (no_descriptors, "pass"),
+    "a process of this user": (no_processes_of_the_user, "import heavy"),
+    "a process": (lambda pid: few_processes(pid, 0), "import heavy"),
+    "a second process": (lambda pid: few_processes(pid, 1), "import heavy"),
+}
+NEEDS = {
+    "a process of this user": pytest.mark.skipif(
+        os.geteuid() == 0, reason="root may have as many processes as it wants"
+    ),
+    "a process": needs_pids_controller,
+    "a second process": needs_pids_controller,
+}
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=NEEDS.get(what, ())) for what in LACKS])
+def test_an_agent_whose_forkserver_cannot_fork_a_spare_rests(world: World, what: str) -> None:
+    """It waits for the next run, which has its ranks; here the forkserver ends of it."""
+    lacks: Callable[[int], contextlib.AbstractContextManager[None]]
+    lacks, body = LACKS[what]
+    go = world.answers / "go"
+    world.book.start(
+        block(f"""
+            #pragma taas --gpus 2 --return none
+            import os, pathlib, time
+            {body}
+            pathlib.Path(answers, os.environ["RANK"]).touch()
+            while not pathlib.Path(answers, "go").exists(): time.sleep(0.02)
+        """)
+    )
+    until(lambda: all((world.answers / rank).exists() for rank in "01"))
+    [forkserver], [agent] = world.book.processes().forkservers, world.book.processes().agents
+    with lacks(forkserver.pid):
+        go.touch()
+        assert world.book.end().status == "ok"
+        until(lambda: not world.book.processes().forkservers)  # of the first spare
+        until(lambda: rests(agent), 30)
+    assert len(world.run("pass")) == 2
