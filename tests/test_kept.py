@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -246,3 +247,128 @@ def test_what_shares_something_that_can_change_travels_with_it(tmp_path: Path) -
         "same",
     )
     assert found.value == "(True, True)"
+
+
+LARGE = """
+    import hashlib, os
+    import numpy as np, torch
+    def bits(x):
+        x = getattr(x, "weight", x)
+        x = x.detach().numpy() if isinstance(x, torch.Tensor) else x
+        return hashlib.sha1(x.tobytes()).hexdigest()
+    def elsewhere(write):
+        if (pid := os.fork()) == 0:
+            write()
+            os._exit(0)
+        os.waitpid(pid, 0)
+"""
+CHANGED_IN_PLACE = {
+    "an array": ("x = np.zeros(500_000)", "x[7] = 5"),
+    "past torch's counter of changes": ("x = torch.zeros(500_000)", "x.data[7] = 5"),
+    "a view with steps, through the whole": (
+        """
+        whole = torch.zeros(3000, 400)
+        x = whole.t()[::2]
+        """,
+        "whole[8, 2] = 5",
+    ),
+    "what is read-only, through its base": (
+        """
+        base = np.zeros(500_000)
+        x = base[:]
+        x.flags.writeable = False
+        """,
+        "base[7] = 5",
+    ),
+    "another NaN": ("x = np.full(500_000, np.nan)", "x.view(np.uint64)[7] += 1"),
+    "minus zero": ("x = torch.zeros(500_000)", "x[7] = -0.0"),
+    "a parameter": (
+        "x = torch.nn.Linear(1000, 500)",
+        """
+        with torch.no_grad():
+            x.weight[7, 8] = 5
+        """,
+    ),
+    "shared memory, by another process": (
+        "x = torch.zeros(500_000).share_memory_()",
+        "elsewhere(lambda: x.fill_(5))",
+    ),
+}
+NOT_CHANGED = {
+    "read": "float(x.sum())",
+    "the same bytes": "x.mul_(1)",
+    "a child that writes": "elsewhere(lambda: x.fill_(5))",
+    "its memory seen by another name": "y = x.numpy(); z = x[5:]",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_IN_PLACE)
+def test_what_changed_in_place_between_two_cells_travels_anew(name: str, tmp_path: Path) -> None:
+    """The ranks have the notebook's bytes then; before it, nothing travels, whatever is read."""
+    setup, change = CHANGED_IN_PLACE[name]
+    found = played(
+        tmp_path,
+        LARGE,
+        setup,
+        in_ranks("first = bits(x)"),
+        in_ranks("again = bits(x)"),
+        change,
+        in_ranks("anew = bits(x)"),
+        "first == again, again != anew, anew == bits(x)",
+    )
+    assert found.value == "(True, True, True)"
+    assert [size > 1_000_000 for size in found.sizes] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", NOT_CHANGED)
+def test_what_is_as_it_was_between_two_cells_stays_each_ranks(name: str, tmp_path: Path) -> None:
+    """What a rank has written to it is there, also where rank 0 has changed it in every cell."""
+    found = played(
+        tmp_path,
+        LARGE,
+        "x = torch.zeros(500_000)",
+        in_ranks("x += int(os.environ['RANK'])"),
+        NOT_CHANGED[name],
+        in_ranks("x += 1"),
+        NOT_CHANGED[name],
+        in_ranks(written(tmp_path, "float(x[7])")),
+        "float(x[7])",
+    )
+    assert read(tmp_path) == ["1.0", "2.0"]
+    assert found.value == "1.0"
+    assert [size > 1_000_000 for size in found.sizes] == [True, False, False]
+
+
+def test_what_a_thread_of_rank_0_writes_between_two_cells_comes_with_the_next(
+    tmp_path: Path,
+) -> None:
+    """The notebook has then what rank 0 has, and nothing of it travels back to the ranks."""
+    go, done = tmp_path / "go", tmp_path / "done"
+    os.mkfifo(go)
+    os.mkfifo(done)
+    found = played(
+        tmp_path,
+        LARGE,
+        "x = torch.zeros(500_000)",
+        in_ranks(f"""
+            import threading
+            def write_between_cells():
+                open({str(go)!r}).read()
+                x[7] = 5
+                open({str(done)!r}, "w").close()
+            x[8] = 1
+            if os.environ["RANK"] == "0":
+                threading.Thread(target=write_between_cells, daemon=True).start()
+        """),
+        f"""
+        before = float(x[7])
+        open({str(go)!r}, "w").close()
+        open({str(done)!r}).read()
+        """,
+        in_ranks("seen = float(x[8])"),
+        "came = float(x[7])",
+        in_ranks("seen = float(x[7])"),
+        "before, came, seen",
+    )
+    assert found.value == "(0.0, 5.0, 5.0)"
+    assert [size > 1_000_000 for size in found.sizes] == [True, False, False]

@@ -50,7 +50,8 @@ class Applied:
     shares: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)  # where values came to that no name holds
     numbers: set[int] = field(default_factory=set, repr=False)  # of objects that came or changed
-    # the memory that both sides know now, by region
+    patched: set[int] = field(default_factory=set, repr=False)  # regions that were written to
+    # that both know now, by region
     memory: dict[int, Stretch] = field(default_factory=dict, repr=False)
     next_region: int = 0
 
@@ -164,6 +165,7 @@ class _Incoming:
         held_back = self._held_back()
         memories = self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
         as_before = MemoryTable(self._known, ()).regions_of(memories.values())
+        applied.patched = {patch.region for patch in header.patches}
         for patch in header.patches:
             why = (
                 None

@@ -67,7 +67,10 @@ class Arrival:
         self.contents = contents = self.payload.contents
         self._namespace = namespace
         set_apart(contents["apart"])
-        self._snapshot: MemorySnapshot | None = before._snapshot if before is not None else None
+        self._marked: MemorySnapshot | None = None  # memory right before the cell
+        # memory as the last answer had it, and so the notebook: what a thread has written there
+        # since comes back with the next answer
+        self._answered: MemorySnapshot | None = before._answered if before is not None else None
         known = dict[int, Stretch]()
         held = contents["held"]
         self._goes_on = before is not None
@@ -193,7 +196,8 @@ class Arrival:
             self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
         self.last_module_before = last_imported()
         self.state.mark()
-        self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
+        self._marked = MemorySnapshot(self.memory.stretches, self._answered)
+        self._answered = None  # it keeps memory alive that the notebook has let go
 
     def pack_answer(
         self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True
@@ -213,12 +217,14 @@ class Arrival:
 
         ``reached`` are the objects whose memory is wanted; None means all objects.
         """
-        asked = {*self.memory.stretches}
+        if self._marked is None:  # rank 0 alone was marked
+            return
+        asked = self.memory.stretches
         if reached is not None:
-            asked &= self.memory.regions_of(self.heap.memories_among(reached).values())
-        for number, spans in (
-            self._snapshot.changed(asked).items() if self._snapshot is not None else ()
-        ):
+            regions = self.memory.regions_of(self.heap.memories_among(reached).values())
+            asked = {n: stretch for n, stretch in asked.items() if n in regions}
+        self._answered = MemorySnapshot(asked)
+        for number, spans in self._answered.changed_since(self._marked).items():
             if not spans:
                 continue
             address, host = self.memory.stretches[number].in_host_memory()

@@ -70,8 +70,10 @@ class Kept:
             self.heap.memories_among(reached).values()
         )
         self.stretches = {n: stretch for n, stretch in applied.memory.items() if n in used}
+        # What held for the cell was as in the snapshot before it, and so it is in the ranks; what a
+        # thread of the notebook has written there since is a change, which the next cell finds.
         self.snapshot: MemorySnapshot = MemorySnapshot(
-            self.stretches, before.snapshot if before else None
+            self.stretches, before.snapshot if before is not None else None, applied.patched
         )
 
     @property
@@ -159,7 +161,7 @@ class Held:
             found = {n for n in asked if n in heap.failed or not heap.is_same(n)}
         finally:  # also after an interrupt: the next cell compares with the same states
             heap.take_back(length)
-        changed = kept.snapshot.changed(kept.stretches)
+        changed = MemorySnapshot(kept.stretches).changed_since(kept.snapshot)
         return found | self._looking_into({n for n in kept.stretches if changed.get(n, True)})
 
     def _looking_into(self, regions: set[int]) -> set[int]:

@@ -25,12 +25,15 @@ import functools
 import mmap
 import os
 import sys
+from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import xxhash
+
 from taas.import_hooks import loaded
-from taas.page_watch import Watch
 from taas.wording import first_line
 
 NAME = "taas-names"
@@ -240,6 +243,7 @@ class Stretch:
     storages: dict[Span, Any] = field(default_factory=dict)  # over parts of it, by (start, length)
     met: list[MemoryRange] = field(default_factory=list)  # the notebook's memory there
     spans: tuple[Span, ...] = ()  # the used parts
+    is_mapped: bool = False  # a private mapping of a sealed file: what nobody wrote to is the file
 
     def is_there(self) -> bool:
         """Tell whether it is still in its place; a storage and an array can be resized."""
@@ -374,100 +378,144 @@ def new_memory(region: Region, fd: int) -> Stretch:
 
 # ---------------------------------------------------------------------------------- changes
 #
-# For most memory, the system tells which pages were written to (taas.page_watch); such a page
-# counts as changed, whatever it holds now. The rest is checksummed by parts: in host memory by
-# Python's hash of bytes; on a device by sums that the device computes.
+# Memory is compared by checksums of its parts, which only the process that made them looks at.
 #
-# These sums are: a part's words of 64 bits times random numbers, modulo 2⁶⁴; and the same for the
-# words' upper halves, because the first sum barely depends on a word's highest bits (all numbers
-# negated). Whatever differs, the probability that both sums stay equal is below 2⁻³². torch's own
-# version counter is no proof: ``x.data.add_(1)`` does not raise it.
+# In host memory they are XXH3's of 128 bits. Whoever wrote there, and how, makes no difference: a
+# thread, the system, another process, a device, ``x.data.add_(1)``, of which torch's own counter of
+# changes knows nothing.
+#
+# A rank maps its payload privately. A page of it that nobody wrote to is the file's, and the file
+# is sealed: such pages are not read. The first write gives this process a page of its own, and the
+# system tells the one kind from the other (docs.kernel.org/admin-guide/mm/pagemap.html). So a cell
+# that only looks into a large array costs nothing but the look at its pages.
+#
+# Memory of a device is added up there. A part's words of 64 bits are multiplied by random numbers
+# and added, modulo 2⁶⁴; so are their upper halves, since of a word that differs in its highest bits
+# only (all numbers negated) the first sum knows little. Whatever differs, both sums stay the same
+# with a probability below 2⁻³².
 
 _PART = 1 << 18
-"""Bytes: a part stays in the processor's cache while it is read twice."""
+"""Bytes of a part: what is written to is sent in whole parts."""
 _ON_DEVICE = 16 << 20
-"""Bytes that a device sums at once; it needs three times as much memory."""
-_WATCHED_FROM = 1 << 20
-"""From that many bytes on, memory is watched rather than read."""
+"""Bytes that a device adds up at once; it needs room for three times as many."""
+_GROUP = 64
+"""Parts that a thread reads at a time; from so many on, there are several threads."""
+_THREADS = 4
+"""As many threads read memory at most: a few are as fast as the memory is."""
+
+Checksum = bytes | tuple[int, ...]
+_AS_SENT = b""
+"""The checksum of pages that are the payload's."""
 
 
 class MemorySnapshot:
-    """What memory holds now, by region; an earlier snapshot ``before`` cannot be asked any more."""
+    """The checksums of memory as it is now, by region and part.
 
-    def __init__(self, stretches: dict[int, Stretch], before: MemorySnapshot | None = None) -> None:
+    Regions that ``known`` has, of the same memory, are taken from there and not read, but for those
+    that were ``written``. Memory that is not where it was is left out.
+    """
+
+    def __init__(
+        self,
+        stretches: dict[int, Stretch],
+        known: MemorySnapshot | None = None,
+        written: Container[int] = (),
+    ) -> None:
         self._stretches = {n: stretch for n, stretch in stretches.items() if stretch.is_there()}
-        spans = [
-            (n, stretch.address, span)
-            for n, stretch in self._stretches.items()
-            for span in stretch.spans
-        ]
-        large = [
-            (address + start, address + end)
-            for n, address, (start, end) in spans
-            if end - start >= _WATCHED_FROM and self._stretches[n].is_in_host_memory()
-        ]
-        self._watch: Watch = Watch(large, NAME, before._watch if before is not None else None)
-        self._watched: dict[int, list[Span]] = {n: [] for n in self._stretches}  # by address
-        # what is not watched, and the pages at the edges of what is
-        self._rest: dict[int, list[Span]] = {n: [] for n in self._stretches}
-        for n, address, (start, end) in spans:
-            inner = self._watch.inner.get((address + start, address + end))
-            if inner is None:
-                self._rest[n].append((start, end))
-            else:
-                self._watched[n].append(inner)
-                self._rest[n] += [(start, inner[0] - address), (inner[1] - address, end)]
-        self._read = _checksums_of(self._stretches, self._rest)
+        self._sums: dict[int, dict[Span, Checksum]] = {}
+        if known is not None:
+            for n, stretch in self._stretches.items():
+                if known._stretches.get(n) is stretch and n not in written:
+                    self._sums[n] = known._sums[n]
+        unread = {n: here for n, here in self._stretches.items() if n not in self._sums}
+        self._sums |= _checksums_of(unread)
 
-    def changed(self, regions: Container[int]) -> dict[int, list[Span]]:
-        """Return the changed parts of some regions; memory that has moved is left out."""
-        there = {n: here for n, here in self._stretches.items() if n in regions and here.is_there()}
-        unwritten, now = self._watch.unwritten(), _checksums_of(there, self._rest)
+    def changed_since(self, before: MemorySnapshot) -> dict[int, list[Span]]:
+        """Return the parts that differ, for each region that both have."""
         found: dict[int, list[Span]] = {}
-        for n, stretch in there.items():
-            found[n] = [part for part, what in now[n].items() if self._read[n][part] != what]
-            for inner in self._watched[n]:
-                written = _without(inner, unwritten)
-                found[n] += [
-                    (start - stretch.address, end - stretch.address) for start, end in written
-                ]
+        for n, now in self._sums.items():
+            if n in before._sums:
+                was = before._sums[n]
+                found[n] = [part for part, what in now.items() if was.get(part) != what]
         return found
 
 
-def _without(span: Span, taken: list[Span]) -> list[Span]:
-    """Return what ``taken`` (in order) leaves of a span, in parts that are worth sending."""
-    found: list[Span] = []
-    start, end = span
-    for at in range(max(bisect.bisect(taken, (start, start)) - 1, 0), len(taken) + 1):
-        low, high = taken[at] if at < len(taken) and taken[at][0] < end else (end, end)
-        if start < low and found and start - found[-1][1] < _PART:
-            found[-1] = (found[-1][0], low)
-        elif start < low:
-            found.append((start, low))
-        if high >= end:
-            break
-        start = max(start, high)
+def _checksums_of(stretches: dict[int, Stretch]) -> dict[int, dict[Span, Checksum]]:
+    """Return the checksums of the used parts of some memory."""
+    found: dict[int, dict[Span, Checksum]] = {}
+    asked: list[tuple[int, Span]] = []
+    memory: list[memoryview] = []
+    with _PageMap() as pages:
+        for n, stretch in stretches.items():
+            if not stretch.is_in_host_memory():
+                found[n] = dict(_sums_on_device(stretch))
+                continue
+            found[n] = {}
+            whole = view_of(stretch.address, stretch.nbytes)
+            for start, end in (part for span in stretch.spans for part in _parts(*span)):
+                at = stretch.address + start
+                if stretch.is_mapped and pages.are_of_file(at, at + end - start):
+                    found[n][start, end] = _AS_SENT
+                else:
+                    asked.append((n, (start, end)))
+                    memory.append(whole[start:end])
+    for (n, part), checksum in zip(asked, _read(memory), strict=True):
+        found[n][part] = checksum
     return found
 
 
-def _checksums_of(
-    stretches: dict[int, Stretch], spans: dict[int, list[Span]]
-) -> dict[int, dict[Span, Any]]:
-    """Return the checksums of some spans of memory, by their parts."""
-    found = {}
-    for number, stretch in stretches.items():
-        if stretch.is_in_host_memory():
-            parts = (part for span in spans[number] for part in _parts(*span))
-            found[number] = {
-                (start, end): hash(bytes(view_of(stretch.address + start, end - start)))
-                for start, end in parts
-            }
-        else:
-            found[number] = dict(_sums_on_device(stretch))
-    return found
+def _read(memory: list[memoryview]) -> Iterator[bytes]:
+    """Yield the checksums of parts of memory; of much memory several threads read some each."""
+    groups = [memory[at : at + _GROUP] for at in range(0, len(memory), _GROUP)]
+    threads = min(len(groups), _THREADS, len(os.sched_getaffinity(0)))
+    if threads < 2:
+        yield from _checksums(memory)
+        return
+    with ThreadPoolExecutor(threads, "taas-checksums") as pool:
+        for found in pool.map(_checksums, groups):
+            yield from found
 
 
-def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Any]]:
+def _checksums(memory: list[memoryview]) -> list[bytes]:
+    # not xxh3_128_digest, which holds the GIL before xxhash 4
+    return [xxhash.xxh3_128(part).digest() for part in memory]
+
+
+class _PageMap:
+    """What the system knows of this process's pages; nothing, where it does not say."""
+
+    def __enter__(self) -> _PageMap:
+        try:
+            self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._fd = -1
+        written = mmap.mmap(-1, _PAGE, mmap.MAP_PRIVATE)
+        written[0] = 1
+        address = ctypes.addressof(ctypes.c_char.from_buffer(written))
+        if self.are_of_file(address, address + _PAGE):  # a sandbox's, which knows no pages
+            self.__exit__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def are_of_file(self, start: int, end: int) -> bool:
+        """Tell whether these are whole pages of a private mapping that nobody has written to.
+
+        Of each page the three highest bits of 64 say whether it is there, whether it is swapped,
+        and whether it is one of a file.
+        """
+        if self._fd < 0 or start % _PAGE or end % _PAGE:
+            return False
+        count = (end - start) // _PAGE
+        entries = array("Q", os.pread(self._fd, 8 * count, start // _PAGE * 8))
+        untouched = (entry >> 62 == 0 or entry >> 61 & 1 for entry in entries)
+        return len(entries) == count and all(untouched)
+
+
+def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Checksum]]:
     """Yield the checksums of a device's memory, by parts.
 
     The device sums a limited amount of memory at a time; only the sums are copied to the host.
@@ -483,7 +531,8 @@ def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Any]]:
                     sums = _sums_of_parts(some)
                 except torch.OutOfMemoryError:  # with other weights, the part counts as changed
                     sums = _sums_of_parts(some.cpu())
-                yield from zip(_parts(at, at + some.nbytes), map(tuple, sums.tolist()), strict=True)
+                for (first, last), both in zip(_parts(0, some.nbytes), sums.tolist(), strict=True):
+                    yield (at + first, at + last), tuple(both)
 
 
 def _sums_of_parts(memory: Any) -> Any:
@@ -507,4 +556,6 @@ def _weights_on(device: Any) -> Any:
 
 
 def _parts(start: int, end: int) -> Iterator[Span]:
-    return ((low, min(low + _PART, end)) for low in range(start, end, _PART))
+    """Yield the parts of a span of a region, cut where a part of the region begins."""
+    for low in range(start - start % _PART, end, _PART):
+        yield max(low, start), min(low + _PART, end)

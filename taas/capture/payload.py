@@ -251,7 +251,9 @@ class Payload:
         stretches = {**(known or {})}
         for number, r in self.numbered_regions():
             where = "cpu" if r.device == "cpu" or not device else _device_for(r.device, device)
-            stretches[number] = Stretch(base + r.offset, r.nbytes, mapping, where, spans=r.spans)
+            stretches[number] = Stretch(
+                base + r.offset, r.nbytes, mapping, where, spans=r.spans, is_mapped=True
+            )
         return MemoryTable(stretches, self.header.places)
 
     def numbered_regions(self) -> Iterable[tuple[int, Region]]:
