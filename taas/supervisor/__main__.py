@@ -10,3 +10,4 @@ if __name__ == "__main__":
     from taas.supervisor.loop import main
 
     main()
+    os._exit(0)  # without a wait for work threads, which a stuck file system may hold

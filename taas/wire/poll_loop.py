@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import resource
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -104,15 +102,16 @@ def _set(limits: tuple[int, int]) -> None:
 class WorkThread:
     """A thread that does one piece of work after the other; its methods are for the loop's thread.
 
-    ``soon`` is :meth:`PollLoop.soon`. ``pending`` counts work that is not done, or whose result was
-    not taken yet. Raises a RuntimeError if the system allows no more threads.
+    ``soon`` is :meth:`PollLoop.soon`; ``pending`` counts work that is not done, or whose result was
+    not taken yet. Raises a RuntimeError if the system allows no more threads. Python waits at its
+    end for all such work, also where a file system is stuck: who has one ends by ``os._exit``.
     """
 
     def __init__(self, soon: Callable[[Callable[[], object]], None]) -> None:
         self._soon = soon
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, "taas-worker")
+        self._thread.submit(int)  # starts it now, rather than in the middle of a run
         self.pending = 0
-        threading.Thread(target=self._serve, name="taas-worker", daemon=True).start()
 
     def do(
         self, work: Callable[[], Any], then: Callable[[Future[Any]], object] = Future.result
@@ -122,31 +121,20 @@ class WorkThread:
         Then the loop calls ``then`` with a Future that has the result or the error.
         """
         self.pending += 1
-        self._work.put(partial(self._do, work, then))
+        done = self._thread.submit(work)
+        done.add_done_callback(lambda done: self._soon(partial(self._hand_back, then, done)))
 
     def after(self, action: Callable[[], object]) -> None:
         """Let the loop run an action when all earlier work is done."""
         self.do(lambda: None, lambda _: action())
 
-    def _do(self, work: Callable[[], Any], then: Callable[[Future[Any]], object]) -> None:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-        self._soon(partial(self._hand_back, then, done))
-
     def _hand_back(self, then: Callable[[Future[Any]], object], done: Future[Any]) -> None:
         self.pending -= 1
         then(done)
 
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
     def close(self) -> None:
         """Let the thread end when all work is done."""
-        self._work.put(None)
+        self._thread.shutdown(wait=False)
 
 
 class Child:
