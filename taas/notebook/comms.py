@@ -6,7 +6,10 @@ with the cell. So the kernel makes a *twin* of each widget, as it does of a widg
 end opens: a reloaded page asks the kernel for all states, and users move sliders when the rank is
 gone. A twin has its model's state and does nothing of its own.
 
-A comm that travels with its widget, in either direction, becomes the comm with the same id there.
+A comm that travels with its widget, either way, becomes the comm with the same id there.
+
+An ``Output`` widget captures what is shown for one request to the kernel. A rank does not know the
+request that its cell is, or is attached by; it says a placeholder, and the kernel puts the id.
 """
 
 from __future__ import annotations
@@ -31,10 +34,21 @@ _CLASS = tuple(
 )
 """Keys of a model's state that name its class, in the order in which ipywidgets asks for them."""
 
+_THIS_CELL = "taas-this-cell"
+"""Stands in a rank for the id of the request whose output an ``Output`` widget captures."""
+
 Publish = Callable[..., None]
 
 
 # ---------------------------------------------------------------- in a rank
+
+
+class _Requests:
+    """What an ``Output`` widget asks of a kernel."""
+
+    def get_parent(self) -> dict[str, Any]:
+        """Return the request that is served now."""
+        return {"header": {"msg_id": _THIS_CELL}}
 
 
 class _RankComm(BaseComm):
@@ -45,6 +59,7 @@ class _RankComm(BaseComm):
 
     __qualname__ = "BaseComm"  # as the kernel's: a check of what comes back compares it
     publish: Publish
+    kernel = _Requests()
 
     def publish_msg(
         self,
@@ -111,10 +126,17 @@ class KernelEnds:
         live: the messages come now, and are not read later: widgets of the notebook that the run
             changes are changed here, too.
         say: tells the user a line.
+        request: returns the id of the request whose output the run's is shown as.
+
+    Attributes:
+        capturing: the ``Output`` widgets into which output goes now, by their comms.
     """
 
-    def __init__(self, *, live: bool, say: Callable[[str], None]) -> None:
-        self._live, self._say = live, say
+    def __init__(
+        self, *, live: bool, say: Callable[[str], None], request: Callable[[], str]
+    ) -> None:
+        self._live, self._say, self._request = live, say, request
+        self.capturing: set[str] = set()
         self._opened: set[str] = set()
         self._failed: set[str] = set()
 
@@ -131,18 +153,41 @@ class KernelEnds:
         elif opens or not known or not (self._live or comm_id in self._opened):
             return  # it was shown before, and may be shown elsewhere now; or it is closed
         end = _end_of(comm_id, said["keys"].get("target_name", ""))
+        self._note_capture(comm_id, said["data"].get("state", {}))
         if said["msg_type"] == "comm_close":
-            with self._report_errors(said):
+            self.capturing.discard(comm_id)
+            with self._explained(said):
                 (_widget_of(end) or end).close()
             return
         end.publish_msg(
             said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"]
         )
-        with self._report_errors(said):
+        # what a twin is told goes to the front end once more, which would capture twice
+        said["data"].get("state", {}).pop("msg_id", None)
+        with self._explained(said):
             if opens and end.target_name == _WIDGETS:
                 _make_twin(end, said)
             elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
                 _set_state(twin, said)
+
+    def _note_capture(self, comm_id: str, state: dict[str, Any]) -> None:
+        """Note whether an ``Output`` widget captures; all that was shown before is sent first."""
+        if "msg_id" not in state:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if state["msg_id"] == _THIS_CELL:
+            state["msg_id"] = self._request()
+            self.capturing.add(comm_id)
+        else:
+            self.capturing.discard(comm_id)
+
+    def end_captures(self) -> None:
+        """Let ``Output`` widgets capture no more, of ranks that did not come to it."""
+        update = {"method": "update", "state": {"msg_id": ""}, "buffer_paths": []}
+        for comm_id in [*self.capturing]:
+            said = {"comm_id": comm_id, "msg_type": "comm_msg", "data": update}
+            self.take({**said, "metadata": {}, "buffers": [], "keys": {}})
 
     @contextlib.contextmanager
     def _report_errors(self, said: dict[str, Any]) -> Iterator[None]:
