@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
+
+from taas.process_log import log_files
+from taas.runs.records import RunRecord, read_records
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +72,68 @@ def test_a_lost_vm_is_replaced(notebook: Notebook) -> None:
     assert len(after) == 2
     assert after & {process.pid for process in before} == {p.pid for p in before} - {lost.pid}
     notebook.folder.joinpath("taas.toml").unlink()
+
+
+WAITS_FOR_LOSS = """
+import os, time
+from pathlib import Path
+rank = os.environ["RANK"]
+Path(signs, f"rank-{rank}").write_text(str(os.getpid()))
+while not Path(signs, "go").exists():
+    time.sleep(0.01)
+if rank == "1":
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("stops", ["press", "press twice", "taas stop", "taas stop --now"])
+def test_who_stops_a_run_after_a_loss_gets_no_other_start(
+    notebook: Notebook, tmp_path: Path, stops: str
+) -> None:
+    """Its agents are still ending what is left when a person stops it: the loss is its end.
+
+    An agent that is stopped meanwhile keeps the run at that.
+    """
+    name = f"stopped-{tmp_path.name[-1]}"
+    notebook.folder.joinpath("taas.toml").write_text('[instances."x1.1"]\nvcpus = 1\ngpus = 1\n')
+    notebook.good(f"signs = {str(tmp_path)!r}")
+    notebook.start(f"#!x1.1\n{HEAD} --name {name}{WAITS_FOR_LOSS}")
+    until(lambda: [record.state for record in _records(name)] == ["running"])
+    until(lambda: (tmp_path / "rank-0").exists() and (tmp_path / "rank-0").read_text())
+    above = psutil.Process(int((tmp_path / "rank-0").read_text())).parents()
+    [agent] = [process for process in notebook.processes().agents if process in above]
+    agent.suspend()
+    (tmp_path / "go").touch()
+    until(lambda: [record.state for record in _records(name)] == ["ending"])
+    presses = 2 if stops in ("press twice", "taas stop --now") else 1
+    with contextlib.ExitStack() as terminal:
+        if stops.startswith("taas"):  # it waits for the run's end
+            command = [sys.executable, "-m", "taas.cli", *stops.split()[1:], name]
+            nowhere = subprocess.DEVNULL
+            terminal.enter_context(subprocess.Popen(command, stdout=nowhere, stderr=nowhere))
+        for press in range(1, presses + 1):
+            if stops.startswith("press"):
+                notebook.interrupt()
+            until(partial(_was_pressed, name, press))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent.resume()
+        ran = notebook.end()
+    assert "started again" not in ran.stdout
+    # an agent that has not ended its ranks in time after a second press is killed: another loss
+    assert ran.ename in ("CellFailed", "RunLost")[:presses], ran
+    assert "was killed" in ran.evalue
+    notebook.folder.joinpath("taas.toml").unlink()
+
+
+def _records(name: str) -> list[RunRecord]:
+    return [record for record in read_records() if record.name == name]
+
+
+def _was_pressed(name: str, press: int) -> bool:
+    [record] = _records(name)
+    log = "".join(path.read_text() for path in log_files(record.supervisor.pid))
+    return f"{name} is interrupted, press {press}" in log
 
 
 def test_used_up_restarts_are_the_end(notebook: Notebook) -> None:

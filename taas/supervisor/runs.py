@@ -313,9 +313,10 @@ class Run:
     def loss(self) -> str:
         """What was lost, of a finished run that may be started again; else empty.
 
-        A run of kept ranks is not started again: new ranks lack what the kept ones had.
+        A run of kept ranks is not started again: new ranks lack what the kept ones had. Nor is one
+        that a person has interrupted meanwhile.
         """
-        if self._spec.keep or self.restarts >= self._spec.max_restarts:
+        if self._spec.keep or self.restarts >= self._spec.max_restarts or self.found.presses:
             return ""
         return self.found.loss or self._loss_of_planner
 
