@@ -9,6 +9,7 @@ there, the run goes on with those that are left.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from concurrent.futures import Future
@@ -46,6 +47,8 @@ from taas.supervisor.transfer import Transfer
 from taas.supervisor.vms import PLANNER, DataVms, Vm
 from taas.wire.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
 from taas.wire.clients import Submit
+
+logger = logging.getLogger(__name__)
 
 _END_SECONDS = 5.0
 """So long agents have to end data processes before they count as stuck. An agent that still sends
@@ -166,7 +169,10 @@ class DataSide:
             self._coordinator.send(command)
 
     def _reach(self, phase: Phase) -> None:
-        self.phase = max(self.phase, phase)
+        if phase > self.phase:
+            names = self.phase.name.lower(), phase.name.lower()
+            logger.info("%s: its data side: %s -> %s", self._run, *names)
+            self.phase = phase
 
     def step(self) -> None:
         """Take in what the coordinator has reported."""

@@ -17,6 +17,7 @@ from taas.engines.choice import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, RanksGone
 from taas.supervisor.connections import ControlSocket
+from taas.supervisor.stages import ENDED
 from taas.supervisor.vms import KEPT, DataVms, Vm, demand_of, share_gpus
 from taas.wire import deadlines
 from taas.wire.clients import Gpu, Submit
@@ -393,7 +394,7 @@ class KeptRanks:
         """
         if self._run is not None and vm in self._run.vms:
             self.end(how)
-        elif run is not None and run.state == "over":
+        elif run is not None and run.stage in ENDED:
             run.ranks.lost = how
 
     def step(self) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from taas.runs.stacks import RankSeen, StackGroup, Trouble, fold, is_collective
+from taas.supervisor.stages import Stage
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks, RanksSeen
 from taas.wire.clients import Stacks
@@ -59,11 +60,12 @@ class HangWatch:
 
     def step(self) -> None:
         """Look, if it is time; a look on its way is waited for, if that is not too long."""
-        if self._run.state in ("running", "finishing") and time.monotonic() >= self._next:
+        looks = self._run.stage in (Stage.RUNNING, Stage.FINISHING)
+        if looks and time.monotonic() >= self._next:
             if self._missing and time.monotonic() < self._looked_at + deadlines.HANG_LOOK_OVERDUE:
                 self._next = time.monotonic() + self._period
             else:
-                finishing = self._run.state == "finishing"
+                finishing = self._run.stage is Stage.FINISHING
                 self._look(stacks=finishing or self._suspicious or bool(self._askers))
 
     def ask(self, reply: Callable[[Message], object]) -> None:
@@ -96,10 +98,10 @@ class HangWatch:
                 self._complete()
 
     def _complete(self) -> None:
-        if self._run.state == "running":
+        if self._run.stage is Stage.RUNNING:
             self._judge(self._seen)
         askers, self._askers = self._askers, []
-        finishing = self._run.state == "finishing"
+        finishing = self._run.stage is Stage.FINISHING
         if not askers and not finishing:
             return
         seen = [rank for rank in self._seen.values() if rank.rank not in self._run.found.ended]

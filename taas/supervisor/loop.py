@@ -29,6 +29,7 @@ from taas.supervisor.fleet import Fleet, KeptRanks
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.run_queue import RunQueue, check_processors
 from taas.supervisor.runs import Run
+from taas.supervisor.stages import ENDED, Stage
 from taas.supervisor.vms import Vm, choosing, keep_gpus
 from taas.wire import deadlines
 from taas.wire.agents import AgentSays, AgentUp, KeptGone
@@ -152,13 +153,13 @@ class Supervisor:
         self._kept.end("their kernel ended")
         self._fleet.release_idle()
         for run in list(self._runs.values()):
-            if not run.background or run.state == "over":
+            if not run.background or run.stage in ENDED:
                 self._let_go(run)
 
     def _let_go(self, run: Run) -> None:
-        if run.state != "over":
+        if run.stage not in ENDED:
             run.abandon()
-        elif not run.recorder.record.live:
+        elif run.stage is Stage.OVER:
             self._forget(run)  # its names were taken, or nobody will take them
         run.found.let_go = True
 
@@ -196,7 +197,7 @@ class Supervisor:
 
         What those runs had is idle then, and is given back with the rest.
         """
-        while self._releases and all(run.state != "over" for run in self._runs.values()):
+        while self._releases and all(run.stage not in ENDED for run in self._runs.values()):
             ranks = self._kept.end("%taas release, or %unload_ext taas, ended them")
             released = Released(count=self._fleet.release_idle(), ranks=ranks)
             self._worker.after(partial(self._control.reply, self._releases.pop(0), released))
@@ -251,9 +252,8 @@ class Supervisor:
         """
         name, worker = recorder.record.name, None
         if submit.queue:
-            check_processors(
-                submit, [run.world_size for run in self._runs.values() if run.state != "over"]
-            )
+            going_on = [run for run in self._runs.values() if run.stage not in ENDED]
+            check_processors(submit, [run.world_size for run in going_on])
         kept_vms = [] if kept is None else kept.vms
         try:
             with choosing(submit.gpus):
@@ -262,6 +262,7 @@ class Supervisor:
             data = self._fleet.lease_data(name, submit, vms)
             worker = WorkThread(self._sources.soon)
             run = Run(recorder, vms, data, self._scratch, worker, kept=kept)
+            recorder.move(Stage.ACQUIRING)
         except (EngineError, OSError, RuntimeError):
             self._fleet.keep(name, kept_vms, submit.engine.idle)
             if worker is not None:
@@ -323,12 +324,9 @@ class Supervisor:
 
     def _conclude_runs(self) -> None:
         for run in list(self._runs.values()):
-            if run.data is not None and run.settled and not run.data.closed:
-                self._sources.off(run.data.fileno())
-                run.data.close()
             # with no work pending, what lost agents have left has ended, too
-            if run.finished and not self._worker.pending:
-                run.settle(self._conclude)
+            swept = not self._worker.pending
+            run.step(swept=swept, hear_no_more=self._sources.off, then=self._conclude)
 
     def _conclude(self, run: Run) -> None:
         if run.loss and self._restart(run):

@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,21 @@ if TYPE_CHECKING:
     from taas.supervisor.runs import Run
 
 
+class JobStage(Enum):
+    """How far the job of a VM's ranks is; it never goes back."""
+
+    DUE = auto()
+    STARTED = auto()
+    OVER = auto()
+    """It has ended, was lost with its VM, or will not be started any more."""
+
+
 class RankJobs:
     """The jobs of the ranks, in one start of a run, by the number of their VM.
 
     Attributes:
         continues: the ranks are those that an earlier run, whose jobs were ``before``, has kept.
-        told: the jobs that were started.
-        done: the jobs that are over or lost, or will not be started.
+        jobs: how far each is.
         kept: the ranks that stay on each VM.
         lost: how kept ranks died after the run; empty while they are there.
         store: where the ranks find each other, once it is open; None after a failure, which breaks
@@ -46,8 +55,7 @@ class RankJobs:
         self.continues = before is not None
         self.kept: dict[int, tuple[RankKept, ...]] = {}
         self.lost = ""
-        self.told: set[int] = set()
-        self.done: set[int] = set()
+        self.jobs = [JobStage.DUE] * len(self.vms)
         self._end_by = self._patient_by = float("inf")
 
     def name(self, number: int) -> str:
@@ -61,14 +69,15 @@ class RankJobs:
     def loss(self, number: int, how: str) -> str:
         """Say what was lost with a VM, and how."""
         agent = f"the agent{named('of', self.name(number))} was {how}"
-        if number in self.told:
-            what = "its ranks" if number in self.busy else "rank 0's names"
-            return f"{agent}; it took {what} with it"
-        return (
-            how.removeprefix("lost: ")
-            if self.vms[number].remote
-            else f"{agent} before its ranks began"
-        )
+        match self.jobs[number]:
+            case JobStage.DUE if self.vms[number].remote:
+                return how.removeprefix("lost: ")
+            case JobStage.DUE:
+                return f"{agent} before its ranks began"
+            case JobStage.STARTED:
+                return f"{agent}; it took its ranks with it"
+            case JobStage.OVER:
+                return f"{agent}; it took rank 0's names with it"
 
     def lack_of_gpus(self) -> str:
         """Say why ranks cannot have the GPUs that they need; the VMs are up.
@@ -118,7 +127,7 @@ class RankJobs:
         """Start the ranks of the VMs that wait for the store, which is open now."""
         self.store = store
         for number in range(start, len(self.vms)):
-            if number not in self.done:
+            if self.jobs[number] is JobStage.DUE:
                 self._start(number, store)
 
     def _start(self, number: int, store: StoreAddress) -> None:
@@ -146,13 +155,14 @@ class RankJobs:
             since_ns=self._run.since_ns,
             work=work,
         )
-        self.told.add(number)
+        self.jobs[number] = JobStage.STARTED
         self._run.transfer.start(vm, order)
 
     @property
     def busy(self) -> dict[int, Vm]:
         """The VMs that have ranks."""
-        return {number: self.vms[number] for number in sorted(self.told - self.done)}
+        started = [number for number, job in enumerate(self.jobs) if job is JobStage.STARTED]
+        return {number: self.vms[number] for number in started}
 
     def may_say(self, vm: Vm, job: int, said: JobSays) -> bool:
         """Tell whether what is said is about a job, and a rank, of this VM."""
@@ -190,8 +200,8 @@ class RankJobs:
 
     @property
     def over(self) -> bool:
-        """Whether every VM is done or lost."""
-        return len(self.done) == len(self.vms)
+        """Whether no rank is there, and none will be."""
+        return all(job is JobStage.OVER for job in self.jobs)
 
     def end(self, how: How, *, names: bool, begun: bool) -> None:
         """End all ranks, as :class:`taas.wire.agents.EndJob` says.
@@ -203,7 +213,9 @@ class RankJobs:
             self._end_by = min(self._end_by, by)
         elif not names or (how == "interrupt" and not begun):
             self._patient_by = min(self._patient_by, by)
-        self.done |= set(range(len(self.vms))) - self.told
+        for number, job in enumerate(self.jobs):
+            if job is JobStage.DUE:
+                self.jobs[number] = JobStage.OVER
         for number in self.busy:
             self.tell(number, EndJob(how=how, names=names))
 

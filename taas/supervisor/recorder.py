@@ -1,9 +1,8 @@
-"""The only writer of a run's record (runs/records.py), in the run's folder."""
+"""The only writer of a run's record (runs/records.py), which also holds where the run stands."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from pathlib import Path
@@ -23,12 +22,11 @@ from taas.runs.records import (
     new_folder,
     write_record,
 )
+from taas.supervisor.stages import WORDS, Stage, check_step
 from taas.wire.agents import RanksUse
 from taas.wire.clients import Submit
 from taas.wire.framing import Memory
 from taas.wire.ranks import Asking, RankKept, RankUse
-
-logger = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 64 << 10
 _EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size
@@ -40,7 +38,8 @@ _USE_SECONDS = 1.0
 class Recorder:
     """Writes the record of one run, and holds descriptors of the run's payloads.
 
-    In its ``submit`` the payloads are those descriptors of this process.
+    In its ``submit`` the payloads are those descriptors of this process. Its ``stage`` is where the
+    run stands, over all its starts.
 
     Raises:
         OSError: a payload's holder is gone, or there is no room for the run's folder; nothing is
@@ -52,6 +51,7 @@ class Recorder:
         self._busy: list[tuple[float, float]] = []
         self._use: dict[int, RankUse] = {}
         self._use_written = 0.0
+        self.stage = Stage.WAITING
         try:
             delivery = submit.delivery
             if delivery is not None:
@@ -97,11 +97,19 @@ class Recorder:
         with contextlib.suppress(OSError):
             write_record(self.record)
 
+    def move(self, stage: Stage, **changes: Any) -> None:
+        """Take the run to another stage, and write that down, with what else has changed.
+
+        Raises:
+            UnknownStep: there is no such step; nothing has changed then.
+        """
+        check_step(self.record.name, self.stage, stage)
+        self.stage = stage
+        self.note(state=WORDS.get(stage, self.record.state), **changes)
+
     def note(self, **changes: Any) -> None:
         """Write down what has changed in the record, if anything has."""
         if any(getattr(self.record, name) != value for name, value in changes.items()):
-            if "state" in changes and changes["state"] != self.record.state:
-                logger.info("%s: %s -> %s", self.record.name, self.record.state, changes["state"])
             for name, value in changes.items():
                 setattr(self.record, name, value)
             self._write()
@@ -132,8 +140,8 @@ class Recorder:
         self.record.files.clear()
         used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
         losses = (*self.record.losses, f"{loss}; started again ({used})")
-        self.note(
-            state="acquiring", restarts=number, losses=losses, trouble=None, questions=(), use=()
+        self.move(
+            Stage.ACQUIRING, restarts=number, losses=losses, trouble=None, questions=(), use=()
         )
         self._use.clear()
 
@@ -143,9 +151,9 @@ class Recorder:
         """Write down how the run ended, and its ranks, if they stay."""
         self._reserve.unlink(missing_ok=True)
         self._write_use()
-        self.note(
+        self.move(
+            Stage.OVER,
             **msgspec.structs.asdict(verdict),
-            state="over",
             ended=time.time(),
             notices=notices,
             kept_ranks=kept_ranks,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 from taas.delivery.config import ResumePoint
 from taas.errors import DeliveryError, NotEnoughDevices, RunLost
@@ -13,8 +14,9 @@ from taas.runs.records import output_folder
 from taas.storage.rescued import make_writes, sort_writes
 from taas.supervisor.data_side import DataSide
 from taas.supervisor.hangs import HangWatch
-from taas.supervisor.rank_jobs import Findings, RankJobs
+from taas.supervisor.rank_jobs import Findings, JobStage, RankJobs
 from taas.supervisor.recorder import Recorder
+from taas.supervisor.stages import UNDER_WAY, UNDISTURBED, Stage, UnknownStep
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import DataVms, Vm
 from taas.wire.agents import WITH_FORKSERVER, How, JobOver, JobRequest, JobSays, RanksSeen, RanksUse
@@ -32,15 +34,32 @@ _NOT_KEPT = (
     " which the notebook's names travel"
 )
 
+P = ParamSpec("P")
+
+
+def handler(handle: Callable[Concatenate[Run, P], None]) -> Callable[Concatenate[Run, P], None]:
+    """Let a step that the table of stages refuses end this run, and no other one."""
+
+    @wraps(handle)
+    def handle_or_break_off(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            handle(self, *args, **kwargs)
+        except UnknownStep as refused:
+            self.break_off(refused)
+
+    return handle_or_break_off
+
 
 class Run:
-    """A run's state machine.
+    """One start of a run.
 
-    ``acquiring`` → ``starting`` → ``running`` → ``over``, by way of ``finishing`` or ``ending``. It
-    starts when all its VMs are up, and is over when all of them are done or lost. Interrupted,
-    it is ``finishing`` what the cell's own ``except`` and ``finally`` do; after a failure, or a
-    second press, it is ``ending``. A run that is started again after a loss is a new one of the
-    same name.
+    What happens to it comes by its handlers. Each of them says to which stage the run moves
+    (:mod:`taas.supervisor.stages` has the table). A run that is started again after a loss is a new
+    ``Run`` with the same recorder.
+
+    Attributes:
+        loss: what was lost, of a run that is ``RESTARTING``, until somebody stops it: while this is
+            not empty, another start follows.
     """
 
     def __init__(
@@ -60,7 +79,7 @@ class Run:
         self.name = name = recorder.record.name
         self._spec, project = submit.cell.spec, submit.workspace.project
         self.background = self._spec.background
-        self._settling = self._over = False
+        self.loss = ""
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path = self.output / "writes"
         self.since_ns = make_writes(self.scratch, project)
@@ -85,16 +104,17 @@ class Run:
         return self._spec.world_size
 
     @property
-    def state(self) -> str:
-        """The state in its record, but ``over`` as soon as nothing can change how it ended."""
-        return "over" if self._over else self.recorder.record.state
+    def stage(self) -> Stage:
+        """Where the run stands."""
+        return self.recorder.stage
 
+    @handler
     def look_at_machines(self) -> None:
         """Start when all VMs are up and enough elements are ready; else note what is missing."""
         data = self.data
         if data is not None:
             data.start_data_processes()
-        if self.state == "acquiring":
+        if self.stage is Stage.ACQUIRING:
             if data is not None and data.ready:
                 for vm in self.vms:
                     vm.machine.want()
@@ -105,7 +125,7 @@ class Run:
                 self.recorder.note(
                     waiting=next((vm.machine.waiting for vm in vms if not vm.up), "")
                 )
-        elif self.state == "running":
+        elif self.stage is Stage.RUNNING:
             if data is not None:
                 self.recorder.note(waiting=data.waiting)
             if notice := self.ranks.notice:
@@ -116,18 +136,19 @@ class Run:
             self._trouble(lack, NotEnoughDevices.__name__)
         else:
             device = self.ranks.device_in_words() or self.recorder.record.device
-            self.recorder.note(state="starting", waiting="", device=device)
+            self.recorder.move(Stage.STARTING, waiting="", device=device)
             self.ranks.begin(None if self.data is None else self.data.rank_config)
 
+    @handler
     def data_changed(self) -> None:
         """Take in how far the data side is, and what went wrong there."""
         data = self.data
         assert data is not None
         if data.delivered is not None:
             self.recorder.note(delivered=data.delivered)
-        if data.deserted and self.state in ("starting", "running"):
+        if data.deserted and self.stage in (Stage.STARTING, Stage.RUNNING):
             self._data_gone(f"nothing can be delivered any more: {data.failed}")
-        elif data.failed and self.state == "acquiring":
+        elif data.failed and self.stage is Stage.ACQUIRING:
             had = data.error == RunLost.__name__
             self._data_gone(f"nothing can be delivered: {data.failed}" if had else data.failed)
         self.look_at_machines()
@@ -144,6 +165,7 @@ class Run:
         else:
             self._trouble(what, self.data.error)
 
+    @handler
     def hear(self, vm: Vm, job: int, said: JobSays) -> None:
         """Take in what an agent of this run says about a job; jobs of other agents are ignored."""
         if self.data is not None and self.data.has(vm, job):
@@ -161,16 +183,10 @@ class Run:
                 self._carry(job, said)
             case RanksSeen():
                 self.hangs.take(job, said)
-            case StoreAddress() if self.state == "starting" and job == 0:
+            case StoreAddress() if self.stage is Stage.STARTING and job == 0:
                 self.ranks.take_store(said)
             case RankStage():
-                self.found.started.add(said.rank)
-                if len(self.found.started) == self._spec.world_size and self.state == "starting":
-                    # with data VMs elsewhere, another one may come at any time
-                    if self.data is None or not self.data.vms.elsewhere:
-                        self._project_sync.all_started()
-                    self.recorder.note(state="running", waiting="")
-                    self.look_at_machines()
+                self._rank_began(said.rank)
             case Asking() | RanksUse():
                 self.recorder.take(said)
             case RankEnded():
@@ -178,8 +194,18 @@ class Run:
             case JobOver():
                 self._vm_done(job, said)
 
+    def _rank_began(self, rank: int) -> None:
+        self.found.started.add(rank)
+        all_began = len(self.found.started) == self._spec.world_size
+        if all_began and self.stage is Stage.STARTING:
+            # with data VMs elsewhere, another one may come at any time
+            if self.data is None or not self.data.vms.elsewhere:
+                self._project_sync.all_started()
+            self.recorder.move(Stage.RUNNING, waiting="")
+            self.look_at_machines()
+
     def _vm_done(self, number: int, over: JobOver) -> None:
-        self.ranks.done.add(number)
+        self.ranks.jobs[number] = JobStage.OVER
         self.ranks.kept[number] = over.kept
         self.hangs.lose_vm(number)
         self.found.notices += over.notices
@@ -203,6 +229,7 @@ class Run:
             self.data.postpone_end()
         self.transfer.hear(job, said)
 
+    @handler
     def _failed(self, job: int, why: str) -> None:
         if job < len(self.vms):
             self._trouble(why)
@@ -227,25 +254,27 @@ class Run:
         if ended.outcome != "done":
             self.end()
 
+    @handler
     def vm_lost(self, vm: Vm, how: str) -> None:
         """Take in that an agent of this run is gone: of ranks, of data processes, or of both."""
         if vm in self.vms:
             self._rank_vm_lost(self.vms.index(vm), how)
         if self.data is not None:
-            self.data.lose(vm, how, replace=self.state in ("acquiring", "starting", "running"))
+            self.data.lose(vm, how, replace=self.stage in UNDISTURBED)
             self.data_changed()
 
     def _rank_vm_lost(self, number: int, how: str) -> None:
         vm, answer = self.vms[number], self.found.answer
-        held = answer is not None and answer.pid == vm.machine.pid and not self._settling
+        of_agent = answer is not None and answer.pid == vm.machine.pid
+        held = of_agent and self.stage in UNDER_WAY  # afterwards its client may have them
         if held:  # the names went with the agent
             self.found.answer = None
-        if number in self.ranks.done and not held:
+        if self.ranks.jobs[number] is JobStage.OVER and not held:
             return
         if self.found.lost is None:
             self.found.lost = self.ranks.loss(number, how)
             self.found.error = RunLost.__name__ if vm.up else vm.machine.error
-        self.ranks.done.add(number)
+        self.ranks.jobs[number] = JobStage.OVER
         self.transfer.lose(number)
         self.hangs.lose_vm(number)
         self.end()
@@ -258,35 +287,59 @@ class Run:
 
     def end(self) -> None:
         """End all ranks after a failure; a rank that was interrupted may finish."""
-        if self.state not in ("finishing", "ending", "over"):
-            self._end_ranks("ending", "failure")
+        if self.stage in UNDISTURBED:
+            self._end_ranks(Stage.ENDING, "failure")
 
+    @handler
     def interrupt(self, place: str = "") -> None:
         """Interrupt the run, as the interrupt button does; a second time ends it at once.
 
         ``place``: where the person is, if not at the run's own cell.
 
-        A run that is over stays as it ended: its client has been told, and may be taking its names.
+        A run of which nothing is left stays as it ended: its client may be taking its names.
         """
         self.found.presses += 1
         logger.info("%s is interrupted, press %d", self.name, self.found.presses)
-        if self.state == "over":
+        self.loss = ""
+        if self.stage not in UNDER_WAY:
             return
         if self.found.presses > 1:
-            self._end_ranks("ending", "now")
-        elif self.state != "ending":
+            self._end_ranks(Stage.ENDING, "now")
+        elif self.stage is not Stage.ENDING:
             self.found.interrupted = True
             self.found.stopped = f"stopped from {place}" if place else ""
-            self._end_ranks("finishing", "interrupt")
+            self._end_ranks(Stage.FINISHING, "interrupt")
             self.hangs.watch_finish()
 
+    @handler
     def abandon(self) -> None:
         """End the run, since its client is gone and nobody takes its names."""
         self.found.interrupted = True
-        self._end_ranks("ending", "failure", names=False)
+        self.loss = ""
+        if self.stage in UNDER_WAY:
+            self._end_ranks(Stage.ENDING, "failure", names=False)
 
-    def _end_ranks(self, state: str, how: How, *, names: bool = True) -> None:
-        self.recorder.note(state=state, waiting="")
+    def break_off(self, refused: UnknownStep) -> None:
+        """End the run, since the table refuses a step: what is believed of it is wrong.
+
+        Raises:
+            UnknownStep: it is being ended already. Then nothing is known to end it but the end of
+                the supervisor, which takes all of its runs with it.
+        """
+        if self.stage not in UNDER_WAY or self.stage is Stage.ENDING:
+            raise refused
+        logger.error("%s is broken off", self.name, exc_info=refused)
+        self.found.trouble = (
+            f"taas has lost track of it ({refused}). That is a mistake in taas: please report it,"
+            f" with the file that `%taas doctor --report {self.name}` writes"
+        )
+        self.found.error = RunLost.__name__
+        self.found.interrupted = False  # else the run would end as a person asked, and say no more
+        self._end_ranks(Stage.ENDING, "failure")
+
+    def _end_ranks(self, stage: Stage, how: How, *, names: bool = True) -> None:
+        if self.stage is not stage:
+            self.recorder.move(stage, waiting="")
         self.ranks.end(how, names=names, begun=bool(self.found.started))
 
     @property
@@ -294,35 +347,40 @@ class Run:
         """The VMs that have not ended their ranks, or their data processes, in time."""
         return self.ranks.overdue + ([] if self.data is None else self.data.overdue)
 
-    @property
-    def settled(self) -> bool:
-        """Whether every VM is done or lost, and the data side has said its last.
+    @handler
+    def step(
+        self, *, swept: bool, hear_no_more: Callable[[int], None], then: Callable[[Run], None]
+    ) -> None:
+        """Go on to the end once no rank is left: close the data side, then sort what ranks wrote.
 
-        After a failure the data side need not be heard.
+        Args:
+            swept: what lost agents have left has ended, too.
+            hear_no_more: stops waiting for the coordinator's reports, by its descriptor.
+            then: concludes the run, or starts it again.
         """
-        said = self.data is None or self.data.over or not self.found.all_done
-        return said and self.ranks.over
+        if self.stage not in UNDER_WAY or not self.ranks.over:
+            return
+        data = self.data
+        if data is not None and not data.closed:
+            # its last word is where the generators are; after a failure it need not be heard
+            if data.over or not self.found.all_done:
+                hear_no_more(data.fileno())
+                data.close()
+        elif (data is None or data.gone) and swept and not self.worker.pending:
+            self._settle(then)
 
-    @property
-    def finished(self) -> bool:
-        """Whether it is settled, its data processes ended, and all that came of it written."""
-        gone = self.data is None or self.data.gone
-        return self.settled and gone and not self._settling and not self.worker.pending
-
-    @property
-    def loss(self) -> str:
-        """What was lost, of a finished run that may be started again; else empty.
+    def _loss_that_restarts(self) -> str:
+        """Return what was lost, if the run starts again for it; else empty.
 
         A run of kept ranks is not started again: new ranks lack what the kept ones had. Nor is one
         that a person has interrupted meanwhile.
         """
         if self._spec.keep or self.restarts >= self._spec.max_restarts or self.found.presses:
             return ""
-        return self.found.loss or self._loss_of_planner
+        return self.found.loss or self._loss_of_planner()
 
-    @property
     def _loss_of_planner(self) -> str:
-        """How the planner was lost, if ranks failed for lack of it; else empty."""
+        """Return how the planner was lost, if ranks failed for lack of it; else empty."""
         first = self.found.verdict.first
         failed_for_it = first is not None and first.etype == DeliveryError.__name__
         return self.data.planner_lost if self.data is not None and failed_for_it else ""
@@ -346,18 +404,16 @@ class Run:
         new._project_sync.follow(self._project_sync)
         return new
 
-    def settle(self, then: Callable[[Run], None]) -> None:
-        """Sort what the ranks wrote, now that none is left; call ``then`` afterwards.
-
-        ``then`` concludes the run, or starts it again. A run that will not be started again is over
-        from now on: nothing changes how it ended.
-        """
+    def _settle(self, then: Callable[[Run], None]) -> None:
+        """Sort what the ranks wrote, now that none is left; call ``then`` afterwards."""
         self.found.answer = self.transfer.answer or self.found.answer
+        self.loss = self._loss_that_restarts()
         well = bool(self.loss) or self.found.verdict.outcome != "failed"
-        self._settling, self._over = True, not self.loss
-        self.worker.do(partial(self._settle, well=well), lambda done: then(done.result()))
+        self.recorder.move(Stage.RESTARTING if self.loss else Stage.SORTING)
+        sorts = partial(self._sort_writes, well=well, over=not self.loss)
+        self.worker.do(sorts, lambda done: then(done.result()))
 
-    def _settle(self, *, well: bool) -> Run:
+    def _sort_writes(self, *, well: bool, over: bool) -> Run:
         notes, final = ([], b"") if self.data is None else (self.data.notes, self.data.final)
         notices = self.found.notices
         notices += [*notes, *self._project_sync.notices(well=well)]
@@ -365,7 +421,7 @@ class Run:
         notices += self.transfer.notices
         notices += self.recorder.keep(self.found.answer, final)
         record = self.recorder.record
-        self.found.kept = sort_writes(record.writes, record.project, self.name, over=self._over)
+        self.found.kept = sort_writes(record.writes, record.project, self.name, over=over)
         return self
 
     def conclude(self) -> RunState:
