@@ -156,7 +156,7 @@ class KernelEnds:
         self._note_capture(comm_id, said["data"].get("state", {}))
         if said["msg_type"] == "comm_close":
             self.capturing.discard(comm_id)
-            with self._explained(said):
+            with self._report_errors(said):
                 (_widget_of(end) or end).close()
             return
         end.publish_msg(
@@ -164,7 +164,7 @@ class KernelEnds:
         )
         # what a twin is told goes to the front end once more, which would capture twice
         said["data"].get("state", {}).pop("msg_id", None)
-        with self._explained(said):
+        with self._report_errors(said):
             if opens and end.target_name == _WIDGETS:
                 _make_twin(end, said)
             elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
