@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from delivery_peers import HOW, in_child, ray_first_batches, spdl_loader, version
 from delivery_run import DeliveryRun
 
-from taas.delivery.config import DeliveryConfig, new_keys
-from taas.delivery.messages import ProgressReport
 from taas.delivery.transport import DataReceiver, connect_data, new_context
+from taas.protocol.delivery_messages import ProgressReport
+from taas.protocol.delivery_orders import DeliveryConfig, new_keys
 
 WORKERS = 2
 WARM = 2 * WORKERS + 4
@@ -587,8 +587,16 @@ def planner(_rounds: int) -> list[Row]:
     CPU time of an element, and of the longest step of the loop.
     """
     from taas.delivery.ledger import Ledger
-    from taas.delivery.messages import Begin, Draw, Hello, LoaderFacts, Peer, Planned, Result
     from taas.delivery.plan import plan_number
+    from taas.protocol.delivery_messages import (
+        Begin,
+        Draw,
+        Hello,
+        LoaderFacts,
+        Peer,
+        Planned,
+        Result,
+    )
 
     ledger = Ledger(DeliveryConfig(new_keys(), 2, 1 << 28, "here", units={"*": 20_480_000}))
     ledger.open_plans(Hello(loaders=(LoaderFacts("d", None),)))

@@ -23,7 +23,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from notebook_harness import Notebook
 
-from taas import _linux
+from taas.base import linux
 from taas.rank import lifeline
 
 CELL = """#pragma taas --gpus 2
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    _linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
+    linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
     folder = Path(tempfile.mkdtemp(prefix="idle-"))
     os.chdir(folder)
     book = Notebook(folder)

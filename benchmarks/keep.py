@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from taas import _linux
+from taas.base import linux
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from notebook_harness import Notebook
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=0.0)
     parser.add_argument("--json", type=lambda path: Path(path).absolute())
     options = parser.parse_args()
-    _linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
+    linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["PATH"] = (
         f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # nbdistributed starts "python"

@@ -30,7 +30,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from notebook_harness import Notebook
 
-from taas import _linux
+from taas.base import linux
 from taas.rank import lifeline
 
 WORK = """
@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--skip-peers", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    _linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
+    linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
     folder = Path(tempfile.mkdtemp(prefix="launch-"))
     os.chdir(folder)
     rows = _Rows()

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from taas import _linux
+from taas.base import linux
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from notebook_harness import Notebook
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=lambda path: Path(path).absolute())
     options = parser.parse_args()
-    _linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
+    linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: supervisors are found below this process
     folder = Path(tempfile.mkdtemp(prefix="output-"))
     os.chdir(folder)
     book = Notebook(folder)

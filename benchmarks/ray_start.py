@@ -33,7 +33,7 @@ from launch import SETUP, USES, WORK, cell
 from notebook_harness import Notebook
 from ray_cluster import RayCluster, why_not
 
-from taas import _linux
+from taas.base import linux
 
 TRAINER = """
 import sys, time
@@ -252,7 +252,7 @@ def main() -> None:
             "Ray Train is not installed: pip install -r benchmarks/requirements-ray.txt, or"
             " --skip-peer"
         )
-    _linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a kernel leaves is found below this process
+    linux.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a kernel leaves is found below this process
     half = options.ranks // 2
     node = {"CPU": float(half), f"g2.{half}": 1.0}
     rows: dict[str, Figures] = {}

@@ -21,12 +21,12 @@ import msgspec
 import zmq
 
 from taas.engines import AgentConfig, Demand, EngineChoice
+from taas.protocol.agents import AgentHears, AgentUp, EndJob, JobOver, OfJob, StartJob
+from taas.protocol.chunks import Chunk, Taken
+from taas.protocol.curve import make_dealer, set_heartbeat
+from taas.protocol.framing import Message, MessageReader, pack
+from taas.protocol.ranks import RankEnded, RankOrder, RankStage
 from taas.runs.events import EVENTS, pack_record
-from taas.wire.agents import AgentHears, AgentUp, EndJob, JobOver, OfJob, StartJob
-from taas.wire.curve import make_dealer, set_heartbeat
-from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.ranks import RankEnded, RankOrder, RankStage
-from taas.wire.transfer import Chunk, Taken
 
 PER_PROCESS = 250
 

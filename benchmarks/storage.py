@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from taas import rank_storage
-from taas.storage import diversion, walls
+from taas.project.wall import diversion, walls
 
 
 def in_fork(body: Callable[[], Any]) -> Any:

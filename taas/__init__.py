@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from taas.errors import TaasError
 
 if TYPE_CHECKING:
-    from taas.capture.collected import collected
+    from taas.calls import run, submit
+    from taas.capture.moves.collected import collected
     from taas.dataloader_registry import register, resume, unregister
-    from taas.notebook.calls import run, submit
 
 __all__ = [
     "TaasError",
@@ -31,9 +31,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    "collected": "taas.capture.collected",
+    "collected": "taas.capture.moves.collected",
     **dict.fromkeys(("register", "resume", "unregister"), "taas.dataloader_registry"),
-    **dict.fromkeys(("run", "submit"), "taas.notebook.calls"),
+    **dict.fromkeys(("run", "submit"), "taas.calls"),
 }
 """The modules that have what is imported when it is first used."""
 

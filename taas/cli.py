@@ -9,9 +9,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import TextIO
 
 from taas import __version__
+from taas.base.wording import visible
 from taas.errors import HeaderError, TaasError
 from taas.notebook.steering import Frontend, as_in_terminal, do
-from taas.wording import visible
 
 
 class _TerminalStream:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             if words[:1] == ["run"] and words[1:] and not {"--help", "-h"} & set(words):
                 # here, since it imports IPython, which no other verb needs
-                from taas.notebook.frontend import run_script
+                from taas.frontend import run_script
 
                 return 0 if run_script(words[1], shlex.join(words[2:])) else 1
             do(shlex.join(words), Frontend())

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from taas.base.wording import nearest, refusal, shown, shown_path
 from taas.errors import ConfigError, HeaderError
 from taas.header.arguments import (
     TYPE_NAME,
@@ -33,7 +34,6 @@ from taas.header.arguments import (
     text_of,
 )
 from taas.header.options import DEFAULTS, SETTINGS
-from taas.wording import nearest, refusal, shown, shown_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,9 @@ def _check_name(name: Any, replaced: Collection[int]) -> None:
 
 def _check_iterable(loader: Any) -> None:
     """Ask the loader's class, so that no iteration begins; not its metaclass, which may raise."""
-    from taas.capture.reading import attribute_of_class  # here, so that import taas stays quick
+    from taas.capture.describe.reading import (
+        attribute_of_class,  # here, so that import taas stays quick
+    )
 
     if attribute_of_class(type(loader), "__iter__") is None:
         raise RegistrationError(
@@ -163,8 +165,8 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.heap import culprit_of  # here, so that import taas stays quick
-    from taas.capture.reader import Reader
+    from taas.capture.describe.reader import Reader
+    from taas.capture.heap.heap import culprit_of  # here, so that import taas stays quick
 
     reader = Reader(vars(sys.modules["__main__"]))
     found = culprit_of(name, take_apart(loader), reader, without_gpu=True)

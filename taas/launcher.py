@@ -18,9 +18,12 @@ from typing import Any
 
 import msgspec
 
-from taas.capture import Capture, Kept, capture, check_syntax, process_state
+from taas.base.memory_limits import memory_left
+from taas.base.places import check_room
+from taas.capture import Capture, Kept, capture, check_syntax
 from taas.capture.environment import changed_variables, is_utf8, sendable_variables
-from taas.capture.setup_cells import setup_cells
+from taas.capture.settings import process_state
+from taas.capture.settings.setup_cells import setup_cells
 from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import list_registered
 from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use
@@ -30,20 +33,18 @@ from taas.engines.gpus import check_devices, device_in_words, physical, visible_
 from taas.engines.local import check_memory
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.options import RunSpec
-from taas.memory_limits import memory_left
 from taas.notebook import pending
-from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
-from taas.notebook.live_view import notify_at_end
 from taas.notebook.reached_code import takes_first_gpu_for_its_own
 from taas.notebook.supervisor_client import get_supervisor
-from taas.runs.places import check_room
+from taas.notebook.view.cell_output import say
+from taas.notebook.view.live_view import notify_at_end
+from taas.project.wall.boundary import make_shared, missing_shared
+from taas.protocol.clients import DeliveryOrder, RunState, Submit
+from taas.protocol.framing import Memory
+from taas.protocol.ranks import AtImport, Cell, Workspace
 from taas.runs.reader import finish
 from taas.runs.records import RunRecord, read_record
-from taas.storage.boundary import make_shared, missing_shared
-from taas.wire.clients import DeliveryOrder, RunState, Submit
-from taas.wire.framing import Memory
-from taas.wire.ranks import AtImport, Cell, Workspace
 
 _RANK_BUFFER = 256 << 20
 """Bytes of elements that may be under way for a rank, unless taas.toml says otherwise or memory is

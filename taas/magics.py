@@ -13,10 +13,10 @@ from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from taas.base.import_hooks import note_files
 from taas.errors import HeaderError
 from taas.header.grammar import find_header, is_setup, parse_magic_line
 from taas.header.options import options_table
-from taas.import_hooks import note_files
 from taas.notebook.verbs import help_text
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
 
 try:
-    from taas.header.completion import header_matcher
+    from taas.notebook.completion import header_matcher
 except ImportError:
     # Matchers of IPython 7, as on Colab, do not see the cell, so there is no Tab in headers.
     _MATCHERS = []
@@ -38,7 +38,7 @@ def _frontend() -> ModuleType:
 
     ``import taas`` has to take less than 50 ms.
     """
-    return importlib.import_module("taas.notebook.frontend")
+    return importlib.import_module("taas.frontend")
 
 
 def headed_cell(lines: list[str]) -> list[str]:
@@ -87,7 +87,7 @@ def _note_setup(result: Any) -> None:
         is_one, text = True, "\n" + rest
     else:
         is_one, text = is_setup(find_header(info.raw_cell)), info.raw_cell
-    if is_one or "taas.notebook.frontend" in sys.modules:
+    if is_one or "taas.frontend" in sys.modules:
         identity = getattr(info, "cell_id", None) or info.raw_cell
         _frontend().note_setup(identity, result, text if is_one else None)
 
@@ -152,7 +152,7 @@ def activate(shell: Any) -> None:
         _tell_late_header(shell)
         if hasattr(shell, "kernel"):
             # imported here, because an IPython without a kernel may lack the package comm
-            from taas.notebook.comms import let_comms_travel
+            from taas.notebook.view.comms import let_comms_travel
 
             let_comms_travel()
 

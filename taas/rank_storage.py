@@ -16,9 +16,9 @@ It does not cover
 
 ``--rank-writes`` says what happens to a write in such a rank:
   * ``discard``: Python-level writers write to the rank's scratch, from which the rank also reads;
-    at the end of the run ``storage/rescued`` sorts the scratch. A write that the diversion misses
-    hits the wall, and a read that it misses does not find diverted files; if that raises an error,
-    the cell explains it. (An overlay mount would give C code the rank's own files, too, but is not
+    at the end of the run ``project/wall/rescued`` sorts the scratch. A write that the diversion
+    misses hits the wall, and a read that it misses does not find diverted files; if that raises an
+    error, the cell explains it. (An overlay mount would give C code the rank's own files, too, but is not
     used: if rank 0 replaces a file by a rename, the mount silently shows the old file until it is
     mounted again, and any process may read the file in between.)
   * ``deny``: it raises ``StorageDenied``.
@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Literal
 
 from taas.errors import StorageDenied
-from taas.storage import boundary, diversion, rescued, saves, walls
-from taas.storage.boundary import LANDLOCK_SAID, NEVER, WALL_SAID, Denial
-from taas.storage.missed import explain_missing
-from taas.storage.table import Table
+from taas.project.wall import boundary, diversion, rescued, saves, walls
+from taas.project.wall.boundary import LANDLOCK_SAID, NEVER, WALL_SAID, Denial
+from taas.project.wall.missed import explain_missing
+from taas.project.wall.table import Table
 
 _edge: boundary.Boundary | None = None
 """The files that this process, a rank other than 0, must not write."""
@@ -81,7 +81,7 @@ class Guard:
 
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:
-    """Return a rank's scratch folder in its run's; ``storage/rescued`` parses these names."""
+    """Return a rank's scratch folder in its run's; ``project/wall/rescued`` parses these names."""
     return run_scratch / f"rank{rank}"
 
 

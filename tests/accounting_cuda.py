@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from taas import _linux
+from taas.base import linux
 
 SECONDS = 120
 needs_it = pytest.mark.skipif(
@@ -127,16 +127,16 @@ def show_gpus(count: int) -> None:
 
     They lie in a private ``/dev``, which root can make.
     """
-    _linux.unshare(_linux.CLONE_NEWNS)
-    _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+    linux.unshare(linux.CLONE_NEWNS)
+    linux.mount(None, "/", linux.MS_REC | linux.MS_PRIVATE)
     made = Path(tempfile.mkdtemp(prefix="dev-"))
     subprocess.run(["mount", "-t", "tmpfs", "dev", made], check=True)
     for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx"):
         (made / name).touch()
-        _linux.mount(f"/dev/{name}", str(made / name), _linux.MS_BIND)
+        linux.mount(f"/dev/{name}", str(made / name), linux.MS_BIND)
     for name in ("shm", "pts"):
         (made / name).mkdir()
-        _linux.mount(f"/dev/{name}", str(made / name), _linux.MS_BIND)
+        linux.mount(f"/dev/{name}", str(made / name), linux.MS_BIND)
     (made / "fd").symlink_to("/proc/self/fd")
     for number in range(count):
         (made / f"nvidia{number}").touch()

@@ -22,7 +22,7 @@ from oracle import forkservers
 from privileges import no_mounts
 from ray_cluster import RayCluster, why_not
 
-from taas import _linux
+from taas.base import linux
 
 # a loaded machine is slow, not wrong; what is new is found by --hypothesis-profile=explore, not by
 # whoever runs the suite
@@ -147,10 +147,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """See what tests leave behind: adopt orphans, and mount a /dev/shm where that is allowed."""
     if config.getoption("rows"):
         os.environ["TAAS_FEW"] = "1"  # for what draws more than rows of a table
-    _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if not no_mounts():
-        _linux.unshare(_linux.CLONE_NEWNS)
-        _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+        linux.unshare(linux.CLONE_NEWNS)
+        linux.mount(None, "/", linux.MS_REC | linux.MS_PRIVATE)
         subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
 
 

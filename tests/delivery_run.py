@@ -23,13 +23,15 @@ import cloudpickle
 import torch
 from msgspec.structs import replace
 
-from taas import _linux
+from taas.base import linux
 from taas.capture import capture
-from taas.capture.arriving import arrive
+from taas.capture.moves.arriving import arrive
 from taas.delivery import loader as rank_side
 from taas.delivery import planner, worker_pool
-from taas.delivery.config import DataOrder, DeliveryConfig, ResumePoint, new_keys
-from taas.delivery.messages import (
+from taas.delivery.registered import Registration, delivering
+from taas.delivery.transport import CoordinatorProcess
+from taas.protocol.curve import make_short_folder
+from taas.protocol.delivery_messages import (
     PLANNER,
     Failed,
     Final,
@@ -41,9 +43,7 @@ from taas.delivery.messages import (
     Report,
     holders,
 )
-from taas.delivery.registered import Registration, delivering
-from taas.delivery.transport import CoordinatorProcess
-from taas.wire.curve import make_short_folder
+from taas.protocol.delivery_orders import DataOrder, DeliveryConfig, ResumePoint, new_keys
 
 PATIENCE = 150.0
 """Seconds within which ranks end on the most loaded machine; below the suite's own limit for a
@@ -71,7 +71,7 @@ class Child:
             self.pid = os.fork()
         if self.pid == 0:
             try:
-                _linux.set_parent_death_signal(signal.SIGKILL)
+                linux.set_parent_death_signal(signal.SIGKILL)
                 _let_go_of_inherited()
                 main(config)
             except BaseException:

@@ -29,7 +29,7 @@ import torch
 
 from taas.agent import forkserver
 from taas.agent.torchrun import RunStore
-from taas.wire.framing import LOOPBACK, StoreAddress
+from taas.protocol.framing import LOOPBACK, StoreAddress
 
 DEADLINE = 150.0
 """Seconds for all ranks; below the suite's own limit for a test."""

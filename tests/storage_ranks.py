@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from taas import rank_storage
+from taas.project.wall.boundary import clock_of
 from taas.rank_storage import Guard
-from taas.storage.boundary import clock_of
 
 
 class Run:

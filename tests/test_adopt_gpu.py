@@ -22,7 +22,7 @@ from torch import nn
 
 from taas import adopt
 from taas.adopt import own_gpu, waits
-from taas.wire import deadlines
+from taas.protocol import deadlines
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,7 +68,7 @@ def test_programs_on_two_ranks_of_one_gpu():
 def _nccl_of_one():
     from taas.adopt.rendezvous import Membership
     from taas.adopt.replica_group import ReplicaGroup
-    from taas.wire.framing import StoreAddress
+    from taas.protocol.framing import StoreAddress
 
     with tempfile.TemporaryDirectory() as folder:
         address = StoreAddress("127.0.0.1", b"key", 1, folder)

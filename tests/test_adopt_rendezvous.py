@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks_harness import launch, run_ranks
 from torch.utils.data import DistributedSampler
 
-from taas.wire.framing import LOOPBACK
+from taas.protocol.framing import LOOPBACK
 
 SEVERAL_MACHINES = "127.0.0.2"  # any address but loopback's first: their store is a TCPStore
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]

@@ -63,10 +63,10 @@ def test_a_run_that_is_not_there_is_named(notebook: Notebook) -> None:
 
 _LOGS = """
 import logging, os
-from taas import process_log
-from taas.process_log import log_file, log_files, log_message
-from taas.wire.agents import EndJob, OfJob
-from taas.wire.framing import Alive
+from taas.base import process_log
+from taas.base.process_log import log_file, log_files, log_message
+from taas.protocol.agents import EndJob, OfJob
+from taas.protocol.framing import Alive
 process_log.begin(1)
 process_log.begin(2, "agent-0")  # another process's
 logger = logging.getLogger("taas.test")
@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_written_costs_a_run_nothing(tmp_path: Path) -> 
     (tmp_path / "taas").mkdir()
     (tmp_path / "taas" / "logs").touch()
     environ = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    code = "from taas import process_log; process_log.begin(1); process_log.remove_old_files()"
+    code = "from taas.base import process_log; process_log.begin(1); process_log.remove_old_files()"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, check=True, capture_output=True
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cloudpickle
 
-from taas.capture import code_by_value
+from taas.capture.describe import code_by_value
 
 
 def test_this_cloudpickle_was_tested() -> None:

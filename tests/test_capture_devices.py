@@ -14,7 +14,8 @@ MEMORY = """
 import os, types
 from pathlib import Path
 import torch
-from taas.capture import arrive, capture, memory, tensors
+from taas.capture import arrive, capture
+from taas.capture.describe import memory, tensors
 
 notebook, rank = types.ModuleType("__main__").__dict__, types.ModuleType("__main__").__dict__
 plain_memory_of = tensors.memory_of_storage
@@ -40,7 +41,7 @@ def cell(setup, text, *, gpu_here=False, gpu_there=False):
 
 GENERATORS = """
 import torch
-from taas.capture.process_state import ProcessState, of_notebook, put
+from taas.capture.settings.process_state import ProcessState, of_notebook, put
 
 def initialise():  # as torch does when CUDA is first used, with what was queued until then
     torch.cuda.default_generators = tuple(torch.Generator() for _ in range(2))
@@ -167,7 +168,7 @@ print(applied.lost, {one["exp_avg"].device.type for one in state.values()}, len(
     # Parameters moved after the optimizer arrived: its momentum is beside them when it is stepped.
     "state follows its parameters at the first step": (
         """import torch
-from taas.capture.libraries import join_devices_at_first_step, library_reader
+from taas.capture.describe.libraries import join_devices_at_first_step, library_reader
 
 net = torch.nn.Linear(2, 1)
 sent = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

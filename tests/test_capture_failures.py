@@ -404,7 +404,7 @@ def test_return_narrows_what_comes_back(
 
 def test_a_large_name_is_announced(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its size."""
-    monkeypatch.setattr("taas.capture.capturing.LARGE", 1 << 20)
+    monkeypatch.setattr("taas.capture.moves.capturing.LARGE", 1 << 20)
     one = rounds(
         "import torch\nbig = torch.empty(3 << 20, dtype=torch.uint8); small = 1", "big, small"
     )

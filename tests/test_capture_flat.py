@@ -13,9 +13,9 @@ import pytest
 import torch
 from blocks import block
 
-from taas.capture import flat
-from taas.capture.heap import Heap
-from taas.capture.reader import Reader
+from taas.capture.describe import flat
+from taas.capture.describe.reader import Reader
+from taas.capture.heap.heap import Heap
 
 
 class _Asked:
@@ -75,13 +75,13 @@ def test_the_example_in_the_docstring_is_true() -> None:
     assert said[0] == ("list", (ref, ref, "a"), (2, 1))
     arguments = (ref, ref, ref, 0, (3,), (1,), False, False, "cpu")
     assert said[1] == ("reading", (6, None, (ref, ref, ref), arguments, []), (3, 4, 5, 6, 7, 8))
-    assert said[2] == ("global", ("taas.capture.tensors", "_make_tensor"), ())
+    assert said[2] == ("global", ("taas.capture.describe.tensors", "_make_tensor"), ())
     assert said[5] == ("global", ("torch", "Tensor"), ())
     assert said[6] == ("memory", (namespace["tensor"].data_ptr(), 12), ())
     name = marshal.loads(heap.states[8][1])[3][1]  # type: ignore[index]
     assert getattr(torch, name) is torch.float32
     assert said[7] == ("reading", (1, None, (ref, None, None), ["torch", name], []), (9,))
-    assert said[8] == ("global", ("taas.capture.reading", "find"), ())
+    assert said[8] == ("global", ("taas.capture.describe.reading", "find"), ())
     assert len(said) == 9
 
 
@@ -90,7 +90,8 @@ import sys
 real = sys.getrefcount
 def counted(value): return {count}
 sys.getrefcount = counted
-from taas.capture import arrive, capture, flat
+from taas.capture import arrive, capture
+from taas.capture.describe import flat
 import os, pathlib, types
 here, there = (types.ModuleType("__main__").__dict__ for _ in range(2))
 exec('''

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from taas.capture import capture
-from taas.capture.names import Needs, needs_of
+from taas.capture.moves.names import Needs, needs_of
 
 NOTEBOOK = "model opt loader batch x y z cfg old res path n Net a b data f unused lr k self i words"
 

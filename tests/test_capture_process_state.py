@@ -436,7 +436,7 @@ def test_a_library_takes_its_state_when_it_is_imported(tmp_path: Path) -> None:
 
 DEFAULTS = """
 import torch
-from taas.capture.process_state import table
+from taas.capture.settings.process_state import table
 def set_here(wanted, own, count):
     torch.cuda.is_available, torch.cuda.device_count = lambda: count > 0, lambda: count
     torch.set_default_device(None)

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from taas import rehearsal
 from taas.delivery.connection import Element, Holdings
-from taas.delivery.messages import ElementArrival, Failed, HostLost, Note, ProgressReport
 from taas.delivery.pinning import PinAhead
 from taas.delivery.slab import Slabs
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
+from taas.protocol.delivery_messages import ElementArrival, Failed, HostLost, Note, ProgressReport
 
 pytestmark = pytest.mark.slow
 

@@ -26,10 +26,10 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import taas
-from taas.delivery.config import ResumePoint
-from taas.delivery.messages import Note, ProgressReport
 from taas.delivery.registered import apply_final
 from taas.errors import RanksDisagree, UnitsExhausted
+from taas.protocol.delivery_messages import Note, ProgressReport
+from taas.protocol.delivery_orders import ResumePoint
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from taas.delivery.config import DeliveryConfig, new_keys
 from taas.delivery.ledger import Ledger
-from taas.delivery.messages import (
+from taas.delivery.plan import Plan, plan_number
+from taas.protocol.delivery_messages import (
     Begin,
     Cancel,
     Draw,
@@ -29,7 +29,7 @@ from taas.delivery.messages import (
     Progress,
     Result,
 )
-from taas.delivery.plan import Plan, plan_number
+from taas.protocol.delivery_orders import DeliveryConfig, new_keys
 
 
 @given(

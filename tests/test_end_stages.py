@@ -22,10 +22,10 @@ import pytest
 from taas.agent import rank_endings
 from taas.agent.processes import ForkedProcess
 from taas.agent.rank_endings import EndStage, Rank
+from taas.protocol.framing import pack
+from taas.protocol.ranks import RankEnded, RankRequest, RankStage, hear, socket_pair, tell
 from taas.rank import last_word
 from taas.rank.agent_link import AgentLink
-from taas.wire.framing import pack
-from taas.wire.ranks import RankEnded, RankRequest, RankStage, hear, socket_pair, tell
 
 ARCHITECTURE = Path(__file__).parents[1] / "ARCHITECTURE.md"
 ROW = re.compile(r"^\| `([a-z ]+)` \|.*\|([^|]*)\|$", re.MULTILINE)

@@ -17,9 +17,9 @@ from blocks import block
 from notebook_harness import Notebook, Ran, gone, terminal, until
 
 from taas.errors import EngineError
+from taas.protocol.clients import RunRequest, Stacks
 from taas.runs.records import read_records
 from taas.supervisor.connections import Visit, connection_of
-from taas.wire.clients import RunRequest, Stacks
 
 pytestmark = pytest.mark.slow
 

@@ -25,9 +25,9 @@ PROGRAM = """
 import json, os, sys
 from taas.header.options import RunSpec
 from taas.notebook.supervisor_client import get_supervisor
-from taas.wire.clients import Gpu, Submit
-from taas.wire.framing import Memory
-from taas.wire.ranks import Cell, Workspace
+from taas.protocol.clients import Gpu, Submit
+from taas.protocol.framing import Memory
+from taas.protocol.ranks import Cell, Workspace
 
 supervisor = get_supervisor(warm=False)
 payload = os.memfd_create("names")

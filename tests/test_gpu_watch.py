@@ -18,7 +18,7 @@ import pytest
 
 from taas.agent import looks
 from taas.agent.gpu_watch import GpuUse, GpuWatch
-from taas.wire.ranks import RankEnded
+from taas.protocol.ranks import RankEnded
 
 UUID = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
 LIBRARY = """
@@ -85,7 +85,7 @@ def test_a_gpu_is_asked_by_its_place_on_the_bus(nvml: Any, monkeypatch: pytest.M
     A number that stands for no known place is not asked.
     """
     from taas.agent import gpu_watch
-    from taas.wire.clients import Gpu
+    from taas.protocol.clients import Gpu
 
     places = {"0": "0000:5e:00.0", "1": "1"}
     monkeypatch.setattr(

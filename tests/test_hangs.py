@@ -13,7 +13,7 @@ import torch
 from blocks import block
 from notebook_harness import Notebook, Ran, terminal
 
-from taas.notebook import tables
+from taas.notebook.view import tables
 from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow

@@ -27,10 +27,10 @@ _LIMIT = 512 * _MB
 # each.
 ASKS = """
 import json, os, sys
-from taas.capture.payload import check_room
+from taas.capture.heap.payload import check_room
 from taas.engines.local import check_memory
 from taas.errors import CaptureError, EngineError
-from taas.memory_limits import memory_left
+from taas.base.memory_limits import memory_left
 def ask():
     refused = []
     try:
@@ -206,7 +206,7 @@ def test_spares_go_when_memory_of_the_group_becomes_scarce(limited: Notebook, gr
     limited.good(
         block("""
             import os
-            from taas.memory_limits import memory_left
+            from taas.base.memory_limits import memory_left
             shared = os.memfd_create('shared')
             os.posix_fallocate(shared, 0, memory_left().free - (300 << 20))
         """)

@@ -11,7 +11,7 @@ import pytest
 from blocks import block
 from notebook_harness import Notebook, Ran
 
-from taas.notebook.cell_output import TerminalOutput
+from taas.notebook.view.cell_output import TerminalOutput
 from taas.runs.events import Output
 
 pytestmark = pytest.mark.slow

@@ -98,7 +98,7 @@ print(before >= 1 << 30, left, torch.cuda.memory_reserved())
     "the kernel's memory": """
 import torch
 from taas.notebook.kernel_memory import kernel_memory_lines
-from taas.wire.clients import Gpu
+from taas.protocol.clients import Gpu
 gpus = [Gpu("5", "bus a"), Gpu("GPU-x", "bus b"), Gpu("6", "bus c")]
 print(kernel_memory_lines(gpus, ["bus a", "bus b", "bus c"]))
 torch.cuda.init()

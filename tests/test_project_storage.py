@@ -8,7 +8,7 @@ import pytest
 from blocks import block
 from notebook_harness import Notebook
 
-from taas.storage import walls
+from taas.project.wall import walls
 
 pytestmark = pytest.mark.slow
 

@@ -23,12 +23,12 @@ from notebook_harness import until
 from privileges import needs_mounts, small_disk
 
 from taas.header.options import RunSpec
-from taas.project_sync import archive
-from taas.project_sync.applier import Applier, unpack
-from taas.project_sync.archive import ArchiveEntry, Changes, entries, only, pack
+from taas.project.sync import archive
+from taas.project.sync.applier import Applier, unpack
+from taas.project.sync.archive import ArchiveEntry, Changes, entries, only, pack
+from taas.protocol.chunks import chunks_of
+from taas.protocol.framing import Memory
 from taas.supervisor.transfer import ProjectSync
-from taas.wire.framing import Memory
-from taas.wire.transfer import chunks_of
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -291,8 +291,8 @@ def test_killed_in_the_middle_the_project_has_each_file_old_or_new(tmp_path: Pat
     fill(project, dict.fromkeys(files, b"old"))
     code = block("""
         import os, sys
-        from taas.project_sync.applier import unpack
-        from taas.project_sync.archive import pack
+        from taas.project.sync.applier import unpack
+        from taas.project.sync.archive import pack
         packed = pack(sys.argv[1], large=1 << 30, total=1 << 30)
         print(flush=True)
         unpack(packed.fd, sys.argv[2])
@@ -516,8 +516,8 @@ def test_a_file_that_does_not_come_is_an_error(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from taas.project_sync import files_on_demand
-from taas.wire import deadlines
+from taas.project.sync import files_on_demand
+from taas.protocol import deadlines
 deadlines.FILE_ON_DEMAND = 0.3
 folder, project = sys.argv[1:]
 (Path(folder) / "index").write_text('["data/big.bin"]')

@@ -17,8 +17,8 @@ from fresh_interpreter import printed
 from taas.agent.torchrun import rank_environ
 from taas.header.options import RunSpec
 from taas.notebook.reached_code import takes_first_gpu_for_its_own
-from taas.wire.framing import LOOPBACK, Memory, StoreAddress
-from taas.wire.ranks import Cell, RankOrder, Staged
+from taas.protocol.framing import LOOPBACK, Memory, StoreAddress
+from taas.protocol.ranks import Cell, RankOrder, Staged
 
 RANK_1_OF_2 = """
 import os, types, torch

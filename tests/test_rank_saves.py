@@ -14,7 +14,7 @@ import torch
 from notebook_harness import Notebook
 from storage_ranks import Run, Turns, join
 
-from taas.storage.rescued import make_writes, rescued_versions, sort_writes
+from taas.project.wall.rescued import make_writes, rescued_versions, sort_writes
 
 Body = Callable[[Any], None]
 

@@ -22,10 +22,11 @@ from blocks import block
 from privileges import needs_mounts, needs_user_namespaces
 from storage_ranks import Run, Turns, diverted, fork, join
 
-from taas import _linux, rank_storage
+from taas import rank_storage
+from taas.base import linux
 from taas.errors import StorageDenied
+from taas.project.wall import walls
 from taas.rank.cell import said_of_wall
-from taas.storage import walls
 
 
 @pytest.fixture
@@ -404,20 +405,20 @@ def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.Mo
     def refuse(target: str) -> None:
         raise OSError(errno.ENOSYS, "mount_setattr: the kernel is older than 5.12")
 
-    monkeypatch.setattr(_linux, "mount_readonly", refuse)
+    monkeypatch.setattr(linux, "mount_readonly", refuse)
     (run.project / "disk").mkdir()
     policy = run.policy(1)
 
     def body():
-        _linux.unshare(_linux.CLONE_NEWNS)
-        _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+        linux.unshare(linux.CLONE_NEWNS)
+        linux.mount(None, "/", linux.MS_REC | linux.MS_PRIVATE)
         assert os.system(f"mount -t tmpfs -o nosuid,nodev none {run.project}/disk") == 0
         rank_storage.guard(**policy, mechanisms=("mount",))
         held = [
             os.system(f"touch {place}/x 2>/dev/null") != 0
             for place in (run.project, run.project / "disk")
         ]
-        *_, disk = (entry for entry in _linux.mounts() if entry.point == str(run.project / "disk"))
+        *_, disk = (entry for entry in linux.mounts() if entry.point == str(run.project / "disk"))
         return [*held, sorted(disk.options & {"ro", "nosuid", "nodev"})]
 
     assert join(fork(body)) == [True, True, ["nodev", "nosuid", "ro"]]
@@ -508,10 +509,10 @@ def test_a_refused_mechanism_gives_way_to_the_next(run: Run):
     uid, gid = os.geteuid(), os.getegid()
 
     def body():
-        _linux.unshare(_linux.CLONE_NEWUSER)
-        _linux.map_own_ids(uid, gid)
+        linux.unshare(linux.CLONE_NEWUSER)
+        linux.map_own_ids(uid, gid)
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
-        _linux.drop_capabilities(None)
+        linux.drop_capabilities(None)
         return rank_storage.guard(**policy).mechanism
 
     assert join(fork(body)) == "landlock"
@@ -641,7 +642,7 @@ def test_a_machine_that_gives_no_wall_is_told_of_in_the_cell(run: Run):
 LOOKS_INTO = """
 import ctypes, os, signal, sys, tempfile
 from pathlib import Path
-from taas import _linux, rank_storage
+from taas import linux, rank_storage
 from storage_ranks import fork, join
 
 class Vector(ctypes.Structure):
@@ -656,12 +657,12 @@ def tried(call):
 def read(pid, address):
     found = ctypes.create_string_buffer(5)
     here, there = ctypes.byref(Vector(ctypes.addressof(found), 5)), ctypes.byref(Vector(address, 5))
-    _linux.check(_linux.libc.process_vm_readv(pid, here, 1, there, 1, 0), "read", "")
+    linux.check(linux.libc.process_vm_readv(pid, here, 1, there, 1, 0), "read", "")
     return found.value.decode()
 
 def take(pid, fd):
-    taken = _linux.libc.syscall(438, os.pidfd_open(pid), fd, 0)
-    return os.read(_linux.check(taken, "pidfd_getfd", ""), 5).decode()
+    taken = linux.libc.syscall(438, os.pidfd_open(pid), fd, 0)
+    return os.read(linux.check(taken, "pidfd_getfd", ""), 5).decode()
 
 def rank(number, body):
     scratch = rank_storage.scratch_of(base / "scratch", number)

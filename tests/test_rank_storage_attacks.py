@@ -13,7 +13,7 @@ import storage_attacks
 from privileges import no_other_users, no_user_namespaces
 
 from taas import rank_storage
-from taas.storage import walls
+from taas.project.wall import walls
 
 NOBODY = 65534
 USERS = (os.getuid(),) if os.getuid() or no_other_users() else (0, NOBODY)

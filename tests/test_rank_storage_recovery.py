@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from taas import rank_storage
 from taas.errors import HeaderError
+from taas.project.wall.rescued import make_writes, recover, rescued_versions, sort_writes
 from taas.runs.records import read_records, runs_root
-from taas.storage.rescued import make_writes, recover, rescued_versions, sort_writes
 
 
 @pytest.fixture

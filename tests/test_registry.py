@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from taas import dataloader_registry as registry
 from taas.capture import capture
-from taas.capture.arriving import arrive, unpack
+from taas.capture.moves.arriving import arrive, unpack
 from taas.delivery.loader import DeliveredLoader
 from taas.delivery.registered import Registration, delivering, reduce_registered
 from taas.errors import DeliveryError, RegistrationError

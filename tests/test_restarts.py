@@ -14,7 +14,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
 
-from taas.process_log import log_files
+from taas.base.process_log import log_files
 from taas.runs.records import RunRecord, read_records
 
 pytestmark = pytest.mark.slow

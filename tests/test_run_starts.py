@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 
+from taas.base.places import ProcessMark
+from taas.base.poll_loop import PollLoop, WorkThread
 from taas.engines import Demand, EngineChoice
 from taas.engines.driven import DrivenMachine
 from taas.header.options import RunSpec
-from taas.runs.places import ProcessMark
+from taas.protocol.agents import AgentUp, JobOver, JobSays, StartJob
+from taas.protocol.chunks import Chunk
+from taas.protocol.clients import DeliveryOrder, Submit
+from taas.protocol.framing import Memory, Message, StoreAddress
+from taas.protocol.ranks import Asking, Cell, RankEnded, RankStage, Workspace
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor.data_side import Phase
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import DataVms, Vm
-from taas.wire.agents import AgentUp, JobOver, JobSays, StartJob
-from taas.wire.clients import DeliveryOrder, Submit
-from taas.wire.framing import Memory, Message, StoreAddress
-from taas.wire.poll_loop import PollLoop, WorkThread
-from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Workspace
-from taas.wire.transfer import Chunk
 
 
 def _submit(

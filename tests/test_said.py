@@ -14,11 +14,11 @@ import pytest
 from notebook_harness import Notebook, terminal, until
 from privileges import needs_mounts, small_disk
 
+from taas.base.process_log import BROKE_DOWN, how_it_broke, log_file
 from taas.config import load_catalog
 from taas.errors import ConfigError, HeaderError
-from taas.process_log import BROKE_DOWN, how_it_broke, log_file
+from taas.project.wall.boundary import make_shared
 from taas.runs.records import read_records
-from taas.storage.boundary import make_shared
 
 SHARED = {
     "too long": ("a" * 300, "File name too long: type --shared checkpoints"),

@@ -38,7 +38,12 @@ from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
 
 from taas.delivery import loader as rank_side
-from taas.delivery.messages import (
+from taas.delivery.registered import Registration, apply_final
+from taas.delivery.transport import SlabServer, connect_data, map_slabs, new_context
+from taas.header.options import RunSpec
+from taas.protocol.clients import RunRequest, Submit
+from taas.protocol.curve import make_dealer
+from taas.protocol.delivery_messages import (
     PLANNER,
     Failed,
     Final,
@@ -49,14 +54,9 @@ from taas.delivery.messages import (
     WorkerLost,
     new_identity,
 )
-from taas.delivery.registered import Registration, apply_final
-from taas.delivery.transport import SlabServer, connect_data, map_slabs, new_context
-from taas.header.options import RunSpec
+from taas.protocol.framing import Memory, Message, Unreadable, pack
+from taas.protocol.ranks import Cell, Workspace
 from taas.supervisor.connections import remove_folders_left
-from taas.wire.clients import RunRequest, Submit
-from taas.wire.curve import make_dealer
-from taas.wire.framing import Memory, Message, Unreadable, pack
-from taas.wire.ranks import Cell, Workspace
 
 pytestmark = pytest.mark.slow
 

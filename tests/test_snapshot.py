@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from taas.capture.memory import MemorySnapshot, Stretch
+from taas.capture.describe.memory import MemorySnapshot, Stretch
 
 PAGE = mmap.PAGESIZE
 PART = 64 * PAGE

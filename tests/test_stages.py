@@ -13,7 +13,7 @@ import pytest
 from blocks import block
 from notebook_harness import Notebook, gone, until
 
-from taas.process_log import log_files
+from taas.base.process_log import log_files
 from taas.runs.records import RunRecord, read_records
 from taas.supervisor.stages import (
     ENDED,
@@ -329,7 +329,7 @@ import gc, time
 def say_done(*ranks):
     if os.environ["RANK"] not in ranks: return
     from taas.rank.agent_link import AgentLink
-    from taas.wire.ranks import RankEnded
+    from taas.protocol.ranks import RankEnded
     [link] = [one for one in gc.get_objects() if type(one) is AgentLink]
     link.send(RankEnded(rank=int(os.environ["RANK"]), outcome="done", at=time.time()))
     os._exit(0)

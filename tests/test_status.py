@@ -18,13 +18,14 @@ import pytest
 from blocks import block
 from notebook_harness import Notebook
 
-from taas.delivery.config import Delivered
+from taas.base.places import ProcessMark
 from taas.header.options import RunSpec
-from taas.notebook import tables
 from taas.notebook.bug_report import public_part, without_home
-from taas.notebook.watched_run import _MANY_RANKS, in_full, render_run
+from taas.notebook.view import tables
+from taas.notebook.view.watched_run import _MANY_RANKS, in_full, render_run
+from taas.protocol.delivery_orders import Delivered
+from taas.protocol.ranks import Asking, Cell, RankUse
 from taas.runs.events import EVENTS, pack_record
-from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
     find_run,
@@ -36,7 +37,6 @@ from taas.runs.records import (
 )
 from taas.runs.stacks import StackGroup, Trouble
 from taas.supervisor.connections import Connection, all_connections, write_connection
-from taas.wire.ranks import Asking, Cell, RankUse
 
 Make = Callable[..., RunRecord]
 

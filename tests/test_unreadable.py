@@ -18,13 +18,13 @@ from notebook_harness import Notebook, until
 from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
 
-from taas.delivery.messages import Peer, new_identity
 from taas.delivery.transport import new_context
+from taas.protocol.clients import ClientSays, RunRequest
+from taas.protocol.curve import make_dealer
+from taas.protocol.delivery_messages import Peer, new_identity
+from taas.protocol.framing import MessageReader, Unreadable, pack
 from taas.runs.records import read_record
 from taas.supervisor.connections import Visit, all_connections
-from taas.wire.clients import ClientSays, RunRequest
-from taas.wire.curve import make_dealer
-from taas.wire.framing import MessageReader, Unreadable, pack
 
 _DEPTH = 100_000
 KINDS = (
@@ -99,9 +99,9 @@ def test_a_rank_says_it(notebook: Notebook, kind: str) -> None:
     ran = notebook.run(
         block("""
             #pragma taas --gpus 2
-            import gc, os, taas.wire.ranks
+            import gc, os, taas.protocol.ranks
             [link] = [one for one in gc.get_objects() if type(one).__name__ == 'AgentLink']
-            if os.environ['RANK'] == '1': taas.wire.ranks.send(link._agent, message)
+            if os.environ['RANK'] == '1': taas.protocol.ranks.send(link._agent, message)
         """)
     )
     assert ran.ename == "CellFailed"

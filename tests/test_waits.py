@@ -19,7 +19,7 @@ import asyncio, os, socket, sys, threading, time, zmq
 import torch, torch.distributed as dist
 from pathlib import Path
 from taas.adopt import own_gpu, waits
-from taas.wire.framing import LOOPBACK, StoreAddress
+from taas.protocol.framing import LOOPBACK, StoreAddress
 os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 main = threading.get_ident()
 before = socket.create_server((LOOPBACK, 0))

@@ -17,7 +17,7 @@ from taas.agent.forkserver import Forkserver
 from taas.agent.job import Job
 from taas.agent.spares import KeptProcesses, Spares
 from taas.engines import AgentConfig
-from taas.wire import deadlines
+from taas.protocol import deadlines
 
 DEADLINE = 120.0
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from taas.adopt.rendezvous import Membership
 from taas.adopt.waits import pending_collective, waits_at_full_speed, waits_on_gpus
-from taas.wire.framing import StoreAddress
+from taas.protocol.framing import StoreAddress
 
 from . import data_parallel, downloads, launchers, own_gpu, rendezvous, waits
 

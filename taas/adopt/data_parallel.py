@@ -39,9 +39,9 @@ from taas.adopt.replica_group import (
     map_tensors,
     tensors_of,
 )
-from taas.capture.random_states import set_generators, states_of_generators
+from taas.base.wording import ranks_in_words, text_of
+from taas.capture.settings.random_states import set_generators, states_of_generators
 from taas.errors import CannotAdopt, RanksDisagree
-from taas.wording import ranks_in_words, text_of
 
 ADVICE = (
     "nn.DataParallel runs as {size} ranks: each computes 1/{size} of every batch, but loads the"

@@ -28,7 +28,7 @@ from filelock import FileLock
 from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.adopt.rendezvous import Membership
-from taas.import_hooks import after_import
+from taas.base.import_hooks import after_import
 
 TO_FOLDER = ("download_url", "download_and_extract_archive", "download_file_from_google_drive")
 BEGIN_SECONDS = 30.0  # for the first rank to come; if it never does, the others have to continue

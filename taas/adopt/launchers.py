@@ -33,9 +33,9 @@ import torch.multiprocessing as mp
 from torch.multiprocessing import ProcessContext, ProcessRaisedException
 
 from taas.adopt.rendezvous import Membership, Rendezvous, close_default_group
+from taas.base.import_hooks import after_import
+from taas.base.wording import text_of
 from taas.errors import CannotAdopt
-from taas.import_hooks import after_import
-from taas.wording import text_of
 
 # the package's attribute of this name is the function
 spawn_module: Any = sys.modules["torch.multiprocessing.spawn"]

@@ -35,11 +35,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.adopt.waits import Waits, abort_nccl, nccl_backends
+from taas.base.wording import text_of
 from taas.errors import CannotAdopt, HeaderError
 from taas.header.arguments import BACKENDS
+from taas.protocol.framing import StoreAddress
 from taas.rehearsal.patches import Arguments, rewrite_calls
-from taas.wire.framing import StoreAddress
-from taas.wording import text_of
 
 Meeting = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Meeting]]

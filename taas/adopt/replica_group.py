@@ -44,7 +44,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from taas.adopt.rendezvous import Membership
 from taas.errors import RanksDisagree
-from taas.wire.framing import SEAL_BYTES, authenticate, seal
+from taas.protocol.framing import SEAL_BYTES, authenticate, seal
 
 MESSAGE_BYTES = 1024  # of one exchange; a longer message needs a second one
 LENGTH_BYTES = 8

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from taas.adopt import own_gpu
-from taas.wire.framing import StoreAddress
+from taas.protocol.framing import StoreAddress
 
 
 @dataclass(frozen=True)

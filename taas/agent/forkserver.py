@@ -16,9 +16,9 @@ from multiprocessing import forkserver as _mp
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from taas import _linux
-from taas.wire import deadlines
-from taas.wire.poll_loop import give_limit
+from taas.base import linux
+from taas.base.poll_loop import give_limit
+from taas.protocol import deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Forkserver:
         idle, self._idle = self._idle, False
         if idle and self.pid is not None:
             with contextlib.suppress(PermissionError):
-                _linux.set_priority(self.pid, 0)
+                linux.set_priority(self.pid, 0)
 
     def fit(
         self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False

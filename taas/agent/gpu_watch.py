@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from taas.engines.gpus import physical
-from taas.wire import deadlines
+from taas.protocol import deadlines
 
 
 class GpuUse(NamedTuple):

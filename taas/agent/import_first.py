@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 
-from taas import _linux
+from taas.base import linux
 
 
 def _import_idly(names: str) -> None:
@@ -27,8 +27,8 @@ def _import_idly(names: str) -> None:
 
 
 os.setpgid(0, 0)
-_linux.set_parent_death_signal(signal.SIGKILL)
-_linux.share_user_namespace()  # by a fork, which is cheap while nothing is imported
+linux.set_parent_death_signal(signal.SIGKILL)
+linux.share_user_namespace()  # by a fork, which is cheap while nothing is imported
 if names := os.environ.pop("TAAS_IMPORT_IDLY", ""):
     thread = threading.Thread(target=_import_idly, args=(names,))
     thread.start()

@@ -23,12 +23,12 @@ import msgspec
 from taas.agent.forkserver import fork
 from taas.agent.processes import ForkedProcess
 from taas.agent.staging import ProjectArrival, Staging, log_of
-from taas.delivery.config import DataOrder
-from taas.runs.places import no_room
-from taas.wire.agents import WITH_FORKSERVER, EndJob, How, JobOver, JobSays, OfJob, StartJob
-from taas.wire.framing import Message
-from taas.wire.ranks import RankKept, Staged
-from taas.wire.transfer import Chunk, Sender, Taken
+from taas.base.places import no_room
+from taas.protocol.agents import WITH_FORKSERVER, EndJob, How, JobOver, JobSays, OfJob, StartJob
+from taas.protocol.chunks import Chunk, Sender, Taken
+from taas.protocol.delivery_orders import DataOrder
+from taas.protocol.framing import Message
+from taas.protocol.ranks import RankKept, Staged
 
 if TYPE_CHECKING:
     from taas.agent.loop import Agent
@@ -231,8 +231,8 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     # imported here, as all that a data process needs and an agent does not
     from threadpoolctl import threadpool_limits
 
-    from taas import project_sync
-    from taas.project_sync import files_on_demand
+    from taas.project import sync
+    from taas.project.sync import files_on_demand
     from taas.rank.lifeline import name_process, tie_to_agent
 
     tie_to_agent()
@@ -240,7 +240,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     os.environ.clear()
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
-    project = project_sync.enter_replica(
+    project = sync.enter_replica(
         staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n")
     )
     files_on_demand.use(staged.on_demand, staged.project, staged.replica)

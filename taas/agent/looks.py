@@ -15,12 +15,12 @@ import psutil
 from taas.agent.gpu_watch import GpuUse, GpuWatch
 from taas.agent.processes import RankProcess
 from taas.agent.rank_endings import Rank
+from taas.protocol import deadlines
+from taas.protocol.agents import LookAtRanks
+from taas.protocol.framing import MessageReader, Unreadable
+from taas.protocol.ranks import RankUse
 from taas.runs.events import FILES, STDERR, size_of
 from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
-from taas.wire import deadlines
-from taas.wire.agents import LookAtRanks
-from taas.wire.framing import MessageReader, Unreadable
-from taas.wire.ranks import RankUse
 
 _STEP_PERCENT = 5
 """What changes by less is no news."""

@@ -16,24 +16,24 @@ from typing import Any
 import msgspec
 import zmq
 
-from taas import _linux, process_log
-from taas._linux import remove_tree
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import DataJob, Job
 from taas.agent.processes import become_subreaper, bury_orphans, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
-from taas.delivery.config import read_line
+from taas.base import linux, process_log
+from taas.base.linux import remove_tree
+from taas.base.poll_loop import PollLoop, raise_limit
+from taas.base.process_log import log_message
 from taas.engines import AgentConfig
 from taas.engines.gpus import visible_gpus
-from taas.process_log import log_message
-from taas.wire import deadlines
-from taas.wire.agents import AgentHears, AgentUp, JobRequest, StartJob
-from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
-from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
-from taas.wire.poll_loop import PollLoop, raise_limit
-from taas.wire.ranks import RankOrder
+from taas.protocol import deadlines
+from taas.protocol.agents import AgentHears, AgentUp, JobRequest, StartJob
+from taas.protocol.curve import SupervisorLink, make_dealer, set_heartbeat
+from taas.protocol.delivery_orders import read_line
+from taas.protocol.framing import Alive, Leave, Message, MessageReader, pack
+from taas.protocol.ranks import RankOrder
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Agent:
         """End all, whatever fails; the system ends what this does not."""
         logger.info("ends all that it has started")
         self._ending.set()
-        _linux.kill_in(deadlines.END_AGENT)
+        linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
             last_first.callback(remove_tree, self.config.scratch)
             last_first.callback(self._context.term)
@@ -179,14 +179,14 @@ class Agent:
 
 def _die_when_stopped(ending: threading.Event) -> None:
     """Let the system kill this process, and so its ranks, when it is stopped for long."""
-    _linux.kill_in(deadlines.AGENT_STOPPED)
+    linux.kill_in(deadlines.AGENT_STOPPED)
     while not ending.wait(deadlines.SHOW_ALIVE):
-        _linux.kill_in(deadlines.AGENT_STOPPED)
+        linux.kill_in(deadlines.AGENT_STOPPED)
 
 
 def main() -> None:
     """Serve as the configuration on standard input says."""
-    _linux.begin_afresh()
+    linux.begin_afresh()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
     if not line:  # the engine changed its mind
@@ -196,7 +196,7 @@ def main() -> None:
     become_subreaper()
     raise_limit()
     if not config.remote:
-        _linux.set_parent_death_signal(signal.SIGKILL)
+        linux.set_parent_death_signal(signal.SIGKILL)
     try:
         why = Agent(config).run()
     except BaseException:

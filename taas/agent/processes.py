@@ -24,11 +24,11 @@ from typing import Any
 
 import psutil
 
-from taas import _linux
 from taas.agent.forkserver import fork
-from taas.wire import deadlines
-from taas.wire.framing import pack
-from taas.wire.ranks import (
+from taas.base import linux
+from taas.protocol import deadlines
+from taas.protocol.framing import pack
+from taas.protocol.ranks import (
     NOTICE,
     GetReady,
     Preparation,
@@ -250,7 +250,7 @@ def _be_rank(agent: socket.socket, preparation: Preparation) -> None:
 
 def become_subreaper() -> None:
     """Adopt the orphans of all descendants from now on."""
-    _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_tree(roots: Iterable[psutil.Process]) -> None:

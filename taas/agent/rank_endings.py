@@ -18,13 +18,13 @@ import signal
 import time
 from functools import partial
 
-from taas import _linux
 from taas.agent.processes import RankProcess
-from taas.wire import deadlines
-from taas.wire.agents import How
-from taas.wire.framing import Message, pack
-from taas.wire.ranks import RankEnded, RankKept, RankOrder, RankRequest
-from taas.wording import killed_by
+from taas.base import linux
+from taas.base.wording import killed_by
+from taas.protocol import deadlines
+from taas.protocol.agents import How
+from taas.protocol.framing import Message, pack
+from taas.protocol.ranks import RankEnded, RankKept, RankOrder, RankRequest
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Rank:
         """End it while it is in its cell; note whether it sleeps, after a signal that wakes."""
         was_signalled = self.stage in (EndStage.INTERRUPTED, EndStage.CALLED_OFF)
         if self.started and was_signalled:
-            seen = _linux.process(self.process.pid)
+            seen = linux.process(self.process.pid)
             self.asleep = seen is not None and seen.state == "S"
         self._take_step(EndStage.TERMINATED)
         self.process.send(signal.SIGTERM)

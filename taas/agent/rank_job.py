@@ -21,10 +21,11 @@ from taas.agent.processes import ForkedProcess, MadeAhead, RankProcess, bury_orp
 from taas.agent.rank_endings import Ending, Rank
 from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
 from taas.agent.torchrun import RunStore, rank_environ
-from taas.wire import deadlines
-from taas.wire.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob
-from taas.wire.framing import Memory, Message, StoreAddress, pack
-from taas.wire.ranks import (
+from taas.protocol import deadlines
+from taas.protocol.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob
+from taas.protocol.chunks import chunks_of
+from taas.protocol.framing import Memory, Message, StoreAddress, pack
+from taas.protocol.ranks import (
     Answer,
     Asking,
     GetReady,
@@ -39,7 +40,6 @@ from taas.wire.ranks import (
     Staged,
     preparation_of,
 )
-from taas.wire.transfer import chunks_of
 
 if TYPE_CHECKING:
     from taas.agent.loop import Agent

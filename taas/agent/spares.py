@@ -36,11 +36,11 @@ from taas.agent.forkserver import Forkserver
 from taas.agent.processes import MadeAhead, RankProcess, sweep_orphans, wait_for_all
 from taas.agent.staging import ProjectArrival
 from taas.agent.torchrun import RunStore
-from taas.memory_limits import memory_left
-from taas.wire import deadlines
-from taas.wire.agents import KeptGone
-from taas.wire.framing import Message, pack
-from taas.wire.ranks import GetReady, Preparation, RankReady, RankRequest, Readiness
+from taas.base.memory_limits import memory_left
+from taas.protocol import deadlines
+from taas.protocol.agents import KeptGone
+from taas.protocol.framing import Message, pack
+from taas.protocol.ranks import GetReady, Preparation, RankReady, RankRequest, Readiness
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 And what goes home from a VM elsewhere: bytes of output files, as they grow, and archives of what
 was changed in the copy of the project, each a source for the job's
-:class:`taas.wire.transfer.Sender`.
+:class:`taas.protocol.chunks.Sender`.
 
 Local is remote with a short cut: on the notebook's machine the memory is opened and all else is
 there; elsewhere the memory comes in chunks, and the project too where this VM does not see the
@@ -19,19 +19,19 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-from taas import project_sync
-from taas._linux import remove_tree
+from taas.base.linux import remove_tree
 from taas.engines import AgentConfig
-from taas.project_sync.applier import unpack
-from taas.project_sync.archive import Changes, entries, only, shared_places
-from taas.project_sync.files_on_demand import FilesOnDemand
+from taas.project import sync
+from taas.project.sync.applier import unpack
+from taas.project.sync.archive import Changes, entries, only, shared_places
+from taas.project.sync.files_on_demand import FilesOnDemand
+from taas.project.wall.boundary import clock_of
+from taas.protocol.agents import JobRequest, StartJob
+from taas.protocol.chunks import CHUNK, Chunk, Incoming, chunks_of
+from taas.protocol.framing import Memory, Unreadable
+from taas.protocol.ranks import RankOrder, Staged
 from taas.rank_storage import scratch_of
 from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT, size_of
-from taas.storage.boundary import clock_of
-from taas.wire.agents import JobRequest, StartJob
-from taas.wire.framing import Memory, Unreadable
-from taas.wire.ranks import RankOrder, Staged
-from taas.wire.transfer import CHUNK, Chunk, Incoming, chunks_of
 
 _COPY = "project"
 
@@ -165,7 +165,7 @@ class ProjectArrival:
         path: where those who work with it find it.
         since_ns: what changed there later, the run changed; by the clock of the file system it is
             on.
-        replica: what they have to see in that place (:func:`taas.project_sync.enter_replica`);
+        replica: what they have to see in that place (:func:`taas.project.sync.enter_replica`);
             empty: what is there.
         notices: lines for the user.
     """
@@ -222,7 +222,7 @@ class ProjectArrival:
         self.since_ns = clock_of(str(self.copy))
         if there:
             return
-        project_sync.make_places(str(self.copy), self.path)
+        sync.make_places(str(self.copy), self.path)
         try:
             Path(self.path).mkdir(parents=True, exist_ok=True)
         except OSError as error:

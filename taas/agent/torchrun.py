@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from taas._linux import remove_tree
 from taas.agent.forkserver import fork
+from taas.base.linux import remove_tree
 from taas.engines.gpus import present_gpus
-from taas.wire import deadlines
-from taas.wire.framing import LOOPBACK, StoreAddress
-from taas.wire.ranks import RankOrder, Staged
+from taas.protocol import deadlines
+from taas.protocol.framing import LOOPBACK, StoreAddress
+from taas.protocol.ranks import RankOrder, Staged
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -19,14 +19,14 @@ In a rank::
     ...                                      # the next cell: ``arrive(…, before=arrival)``
 """
 
-from taas.capture.applying import NOTHING, Applied
-from taas.capture.arriving import Arrival, arrive, rebind_answer
-from taas.capture.capturing import Capture, capture
 from taas.capture.cells import check_syntax, python_of
-from taas.capture.kept import Kept
-from taas.capture.libraries import wait_for_devices
-from taas.capture.payload import PayloadHeader, check_versions, peek
-from taas.capture.process_bound import Place
+from taas.capture.describe.libraries import wait_for_devices
+from taas.capture.describe.process_bound import Place
+from taas.capture.heap.payload import PayloadHeader, check_versions, peek
+from taas.capture.moves.applying import NOTHING, Applied
+from taas.capture.moves.arriving import Arrival, arrive, rebind_answer
+from taas.capture.moves.capturing import Capture, capture
+from taas.capture.moves.kept import Kept
 
 __all__ = [
     "NOTHING", "Applied", "Arrival", "Capture", "Kept", "PayloadHeader", "Place", "arrive",

@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from taas.base.import_hooks import loaded
+from taas.base.wording import shown
 from taas.capture.environment import is_utf8
-from taas.import_hooks import loaded
-from taas.wording import shown
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

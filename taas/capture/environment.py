@@ -21,7 +21,7 @@ from types import ModuleType
 
 import psutil
 
-from taas.import_hooks import absolute_import_path
+from taas.base.import_hooks import absolute_import_path
 
 _A_RANKS_OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",

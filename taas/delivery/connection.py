@@ -22,9 +22,12 @@ import msgspec
 import numpy as np
 import zmq
 
-from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.encoding import decode
-from taas.delivery.messages import (
+from taas.delivery.plan import plan_number
+from taas.delivery.slab import Slabs, lease_slot
+from taas.delivery.transport import ControlClient, DataReceiver, map_slabs, new_context
+from taas.errors import DeliveryError
+from taas.protocol.delivery_messages import (
     Begin,
     Cancel,
     ElementArrival,
@@ -37,11 +40,8 @@ from taas.delivery.messages import (
     Progress,
     ToRank,
 )
-from taas.delivery.plan import plan_number
-from taas.delivery.slab import Slabs, lease_slot
-from taas.delivery.transport import ControlClient, DataReceiver, map_slabs, new_context
-from taas.errors import DeliveryError
-from taas.wire.framing import authenticate
+from taas.protocol.delivery_orders import DeliveryConfig, ResumePoint
+from taas.protocol.framing import authenticate
 
 _FLUSH = 0.002
 _FLUSH_COUNT = 16

@@ -17,10 +17,13 @@ from typing import Any
 
 import msgspec
 
-from taas import _linux
-from taas.delivery.config import Delivered, DeliveryConfig, read_line
+from taas.base import linux
+from taas.base.poll_loop import PollLoop, raise_limit
 from taas.delivery.ledger import Ledger
-from taas.delivery.messages import (
+from taas.delivery.plans import LoaderState
+from taas.delivery.slab import SlabFile
+from taas.delivery.transport import ControlServer, SlabServer, new_context
+from taas.protocol.delivery_messages import (
     PLANNER,
     Begin,
     Command,
@@ -41,11 +44,8 @@ from taas.delivery.messages import (
     Report,
     WorkerLost,
 )
-from taas.delivery.plans import LoaderState
-from taas.delivery.slab import SlabFile
-from taas.delivery.transport import ControlServer, SlabServer, new_context
-from taas.wire.framing import Alive, Leave, MessageReader, Unreadable
-from taas.wire.poll_loop import PollLoop, raise_limit
+from taas.protocol.delivery_orders import Delivered, DeliveryConfig, read_line
+from taas.protocol.framing import Alive, Leave, MessageReader, Unreadable
 
 _decode_command = msgspec.json.Decoder(Command).decode
 _decode = {
@@ -183,7 +183,7 @@ class Coordinator:
                     self._tick(now)
                 self._flush()
         finally:
-            _linux.kill_in(_END_SECONDS)
+            linux.kill_in(_END_SECONDS)
             try:
                 self._last_word()
             finally:
@@ -357,7 +357,7 @@ if __name__ == "__main__":
     first = read_line(0)
     if first:  # otherwise the run ended before its configuration was sent
         raise_limit()
-        _linux.set_parent_death_signal(signal.SIGKILL)
+        linux.set_parent_death_signal(signal.SIGKILL)
         gc.collect()
         gc.freeze()  # collections then look at tickets only, and stay short
         Coordinator(msgspec.json.decode(first, type=DeliveryConfig), _report_to_stdout).serve(0)

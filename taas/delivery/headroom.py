@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from taas.delivery.config import DeliveryConfig
 from taas.delivery.plan import Plan
 from taas.delivery.plans import Plans
 from taas.delivery.slab import SlotTable, slot_size
+from taas.protocol.delivery_orders import DeliveryConfig
 
 _AHEAD = 1024
 """The most elements under way or ready for one rank and loader."""

@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from taas.delivery.config import DeliveryConfig
 from taas.delivery.headroom import Headroom, Reserve
-from taas.delivery.messages import Failed, Hello, Peer, Progress, Result, Ticket
 from taas.delivery.plan import Lease, Plan, Work
 from taas.delivery.plans import LoaderState, Plans
+from taas.protocol.delivery_messages import Failed, Hello, Peer, Progress, Result, Ticket
+from taas.protocol.delivery_orders import DeliveryConfig
 
 _WINDOW = 0.03
 """Seconds of work that a worker has leased beyond its current element."""

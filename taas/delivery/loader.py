@@ -18,12 +18,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from taas.adopt import own_gpu
 from taas.delivery import pinning
-from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.connection import DeliveryConnection, Element
 from taas.delivery.failures import raise_remote
-from taas.delivery.messages import Ended, LoaderFacts
 from taas.delivery.pinning import PinAhead
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
+from taas.protocol.delivery_messages import Ended, LoaderFacts
+from taas.protocol.delivery_orders import DeliveryConfig, ResumePoint
 
 _connection: DeliveryConnection | None = None
 _parents: DeliveryConnection | None = None  # the rank's connection, in a process that it forked

@@ -24,16 +24,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
 from torch.utils.data._utils import fetch
 
-from taas import _linux
-from taas.capture.arriving import unpack
-from taas.capture.random_states import set_generators, states_of_generators
-from taas.delivery.config import DeliveryConfig
+from taas.base import linux
+from taas.capture.moves.arriving import unpack
+from taas.capture.settings.random_states import set_generators, states_of_generators
 from taas.delivery.encoding import PackedElement, RawRegion, pack_element
 from taas.delivery.failures import pack_failure
 from taas.delivery.loader import DeliveredLoader
-from taas.delivery.messages import Cancel, Ticket
 from taas.delivery.plan import element_seed
 from taas.delivery.registered import LoaderParts, Loaders
+from taas.protocol.delivery_messages import Cancel, Ticket
+from taas.protocol.delivery_orders import DeliveryConfig
 
 
 def load_loaders(path: str) -> Loaders:
@@ -173,7 +173,7 @@ class _Elements(IterableDataset[Any]):
         parts, base_seed = self._parts, self.base_seed.value
         first = self._number < 0
         if first:
-            _linux.set_parent_death_signal(signal.SIGKILL)
+            linux.set_parent_death_signal(signal.SIGKILL)
             self._number = _utils.worker._worker_info.id  # type: ignore[union-attr]
         number, workers = self._number, parts.num_workers
         if first or not parts.persistent_workers:

@@ -13,8 +13,8 @@ import itertools
 from collections import deque
 from dataclasses import InitVar, dataclass, field
 
-from taas.delivery.config import Uneven
-from taas.delivery.messages import Peer
+from taas.protocol.delivery_messages import Peer
+from taas.protocol.delivery_orders import Uneven
 
 _MASK = (1 << 64) - 1
 

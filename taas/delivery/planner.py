@@ -26,10 +26,11 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from taas.delivery.config import DataOrder
 from taas.delivery.failures import pack_failure
 from taas.delivery.making import RngStates, apply_rngs, load_loaders, rngs_now
-from taas.delivery.messages import (
+from taas.delivery.registered import LoaderParts
+from taas.delivery.transport import connect_control
+from taas.protocol.delivery_messages import (
     PLANNER,
     Cancel,
     Draw,
@@ -40,9 +41,8 @@ from taas.delivery.messages import (
     Planned,
     ToPlanner,
 )
-from taas.delivery.registered import LoaderParts
-from taas.delivery.transport import connect_control
-from taas.wire.framing import Leave, pack
+from taas.protocol.delivery_orders import DataOrder
+from taas.protocol.framing import Leave, pack
 
 _SLICE = 0.02
 """After that many seconds a slow sampler's indices are sent, even if more were asked for."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from taas.delivery.config import DeliveryConfig, ResumePoint
-from taas.delivery.messages import (
+from taas.delivery.plan import Plan, Work, plan_number, uneven_message
+from taas.protocol.delivery_messages import (
     PLANNER,
     Begin,
     Cancel,
@@ -22,8 +22,8 @@ from taas.delivery.messages import (
     Planned,
     Ticket,
 )
-from taas.delivery.plan import Plan, Work, plan_number, uneven_message
-from taas.wire.framing import Message
+from taas.protocol.delivery_orders import DeliveryConfig, ResumePoint
+from taas.protocol.framing import Message
 
 _BACKLOG = 100_000
 """The most tickets that are planned while one rank is slow; a ticket takes some 300 bytes."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from taas.errors import HeaderError
-from taas.wire.framing import MessageReader
+from taas.protocol.framing import MessageReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and ca
 itself. Data goes from worker to rank on one PUSH socket for each pair. On one host all of these are
 UNIX sockets in a private folder; between hosts they are TCP with CURVE, or PLAIN for data if the
 user chose that. In both cases a MAC over header and pickle is checked before anything is unpickled
-(``taas.wire.framing``).
+(``taas.protocol.framing``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 import zmq
 
-from taas.delivery.config import DeliveryConfig, Keys
-from taas.delivery.messages import Peer, Report, Result, Ticket, new_identity, peer_named
+from taas.base.poll_loop import Child
 from taas.delivery.slab import Slabs
-from taas.wire.curve import Gate, make_dealer, make_router, serve_curve, show_key
-from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.poll_loop import Child
+from taas.protocol.curve import Gate, make_dealer, make_router, serve_curve, show_key
+from taas.protocol.delivery_messages import Peer, Report, Result, Ticket, new_identity, peer_named
+from taas.protocol.delivery_orders import DeliveryConfig, Keys
+from taas.protocol.framing import Message, MessageReader, pack
 
 _SLABS = "slabs"
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import zmq
 
-from taas import _linux
-from taas.delivery.config import DataOrder
+from taas.base import linux
+from taas.base.wording import killed_by
 from taas.delivery.encoding import (
     PackedElement,
     RawRegion,
@@ -32,16 +32,6 @@ from taas.delivery.encoding import (
     stacking_into,
 )
 from taas.delivery.making import Failure, MapFetcher, OwnedStreams, load_loaders, place_of
-from taas.delivery.messages import (
-    Cancel,
-    ElementArrival,
-    Hello,
-    Peer,
-    Result,
-    Ticket,
-    ToWorker,
-    WorkerLost,
-)
 from taas.delivery.registered import Loaders
 from taas.delivery.slab import slot_size
 from taas.delivery.transport import (
@@ -52,8 +42,18 @@ from taas.delivery.transport import (
     new_context,
 )
 from taas.errors import DeliveryError
-from taas.wire.framing import Alive, Leave, pack, seal
-from taas.wording import killed_by
+from taas.protocol.delivery_messages import (
+    Cancel,
+    ElementArrival,
+    Hello,
+    Peer,
+    Result,
+    Ticket,
+    ToWorker,
+    WorkerLost,
+)
+from taas.protocol.delivery_orders import DataOrder
+from taas.protocol.framing import Alive, Leave, pack, seal
 
 _FLUSH = 0.002
 """Results may wait that many seconds, so that several travel together."""
@@ -305,7 +305,7 @@ class WorkerPool:
 
     def _become_worker(self, name: Peer, number: int, parent: int, status: memoryview) -> None:
         try:
-            _linux.set_parent_death_signal(signal.SIGKILL)
+            linux.set_parent_death_signal(signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(0)
             Path("/proc/self/comm").write_text("taas-worker")
@@ -336,7 +336,7 @@ class WorkerPool:
 
 def main(config: DataOrder) -> None:
     """Run one data VM until told to leave."""
-    _linux.keep_freed_memory(1 << 30)
+    linux.keep_freed_memory(1 << 30)
     install_collate()
     try:
         loaders = load_loaders(config.payload)

@@ -9,10 +9,10 @@ Every kind except ``local`` has its machines elsewhere.
 
 Before an agent is started elsewhere, the versions there are compared with those here
 (``taas/versions.py``), because objects are pickled on one side and unpickled on the other. The
-agent itself says what its VM has (``wire/agents.AgentUp``). An engine ends an agent only by closing
-its standard input, because agents have much to end before they end themselves. If the process that
-starts an agent may be killed together with its children, the engine must not start the agent as its
-child.
+agent itself says what its VM has (``protocol/agents.AgentUp``). An engine ends an agent only by
+closing its standard input, because agents have much to end before they end themselves. If the
+process that starts an agent may be killed together with its children, the engine must not start the
+agent as its child.
 
 ``Fleet`` (``supervisor/fleet.py``) starts machines, gives them back and closes the engine.
 ``Supervisor`` (``supervisor/loop.py``) polls the ``fileno`` of the engine and of each machine, and

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from taas.base.wording import nearest, refusal, shown
 from taas.config import Catalog, load_catalog
 from taas.engines import Engine, EngineChoice
 from taas.engines.driven import DrivenEngine
@@ -16,7 +17,6 @@ from taas.engines.ray import RayEngine
 from taas.engines.slurm import SlurmEngine
 from taas.errors import HeaderError
 from taas.header.arguments import split_words
-from taas.wording import nearest, refusal, shown
 
 _ELSEWHERE: dict[str, type[DrivenEngine]] = {"ray": RayEngine, "slurm": SlurmEngine}
 _said: list[EngineChoice] = []

@@ -18,10 +18,10 @@ from typing import Literal
 
 import msgspec
 
+from taas.base.poll_loop import Child
 from taas.config import Catalog
 from taas.engines import AgentConfig, Demand, Machine
-from taas.wire.framing import Message
-from taas.wire.poll_loop import Child
+from taas.protocol.framing import Message
 
 # ------------------------------------------------------------- the messages: one JSON line each
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from taas.base.wording import counted
 from taas.errors import NotEnoughDevices
 from taas.header.options import RunSpec
-from taas.wire.clients import Gpu
-from taas.wording import counted
+from taas.protocol.clients import Gpu
 
 _NVIDIA = (
     "run `nvidia-smi`: it makes the device files (/dev/nvidia0) where the driver is loaded, and"

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from taas.base.memory_limits import memory_left
+from taas.base.poll_loop import Child, give_limit
 from taas.engines import AgentConfig, Demand, Machine
 from taas.errors import EngineError
-from taas.memory_limits import memory_left
-from taas.wire.framing import LOOPBACK
-from taas.wire.poll_loop import Child, give_limit
+from taas.protocol.framing import LOOPBACK
 
 _END_SECONDS = 5.0
 _LINE_BYTES = 4096

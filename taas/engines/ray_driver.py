@@ -26,13 +26,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from taas import versions
+from taas.base.wording import first_line
 from taas.delivery.failures import chain_of
 from taas.engines import AgentConfig, Demand, ray_vm
 from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, VmReport
 from taas.engines.ray import bundle, count_fitting, what_is_missing
 from taas.errors import EngineError
-from taas.wire import curve
-from taas.wording import first_line
+from taas.protocol import curve
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 
+from taas.protocol.curve import make_short_folder
 from taas.versions import differing_versions, versions
-from taas.wire.curve import make_short_folder
 
 _TAIL_BYTES = 2000
 _START = (

@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 
 import msgspec
 
+from taas.base.wording import counted
 from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, States, VmReport
 from taas.engines.slurm import (
     GONE,
@@ -34,7 +35,6 @@ from taas.engines.slurm import (
 )
 from taas.errors import EngineError
 from taas.versions import versions
-from taas.wording import counted
 
 _SBATCH = (
     "sbatch --parsable --no-kill --no-requeue --job-name=taas --output=/dev/null --chdir=/"

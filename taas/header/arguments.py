@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from taas.base.wording import counted, nearest, refusal, shown
 from taas.errors import HeaderError
-from taas.wording import counted, nearest, refusal, shown
 
 TYPE_NAME = re.compile(r"[a-z]\d+\.\d+", re.ASCII)
 

@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from taas.base.wording import counted, nearest, refusal, shown
 from taas.config import Catalog, InstanceType
 from taas.errors import HeaderError
 from taas.header.arguments import TYPE_NAME
 from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
-from taas.wording import counted, nearest, refusal, shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from taas.base.wording import in_columns
 from taas.header.arguments import (
     BACKENDS,
     Kind,
@@ -30,7 +31,6 @@ from taas.header.arguments import (
     units,
     whole,
 )
-from taas.wording import in_columns
 
 
 def _row(

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from taas.base.process_log import log_files
 from taas.errors import EngineError
 from taas.notebook.doctor import Finding
-from taas.process_log import log_files
 from taas.runs.records import RunRecord
 
 _WITH_NAMES = frozenset({"returned", "collect", "shared", "name"})

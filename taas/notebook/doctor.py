@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from jupyter_core.paths import jupyter_runtime_dir
 
+from taas.base.memory_limits import memory_left
+from taas.base.wording import counted, size_in_words
 from taas.engines.gpus import lacks_uvm, present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import Settings, own_address, slurm
 from taas.errors import EngineError
-from taas.memory_limits import memory_left
-from taas.notebook.tables import Shown, plain, table
-from taas.storage import walls
+from taas.notebook.view.tables import Shown, plain, table
+from taas.project.wall import walls
 from taas.versions import differing_versions, versions
-from taas.wording import counted, size_in_words
 
 _TORCH_SECONDS, _SLURM_SECONDS = 120, 60
 _GIB = 1 << 30

@@ -22,12 +22,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from taas.base.import_hooks import loaded
+from taas.base.wording import counted, shown, shown_path
 from taas.capture.cells import python_of
-from taas.capture.setup_cells import SetupCell
+from taas.capture.settings.setup_cells import SetupCell
 from taas.errors import EngineError
-from taas.import_hooks import loaded
 from taas.runs.records import PAYLOAD, RunRecord, read_record
-from taas.wording import counted, shown, shown_path
 
 PROGRAM, DATA = "train.py", "train.pickle"
 _PLAIN = (bool, int, str, type(None))
@@ -131,8 +131,8 @@ def main(folder: str, to: str) -> None:
 
     Print a line for each name that is left out.
     """
-    from taas.capture.arriving import unpack
-    from taas.capture.payload import Payload
+    from taas.capture.heap.payload import Payload
+    from taas.capture.moves.arriving import unpack
     from taas.delivery.loader import DeliveredLoader
 
     record, home = read_record(Path(folder)), types.ModuleType("__main__")

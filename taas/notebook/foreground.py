@@ -14,14 +14,14 @@ from typing import Any
 from taas import errors
 from taas.capture import Capture
 from taas.errors import RunLost, TaasError
-from taas.notebook.cell_output import say
 from taas.notebook.kernel_memory import kernel_memory_lines
-from taas.notebook.live_view import RunView
 from taas.notebook.supervisor_client import SupervisorClient
+from taas.notebook.view.cell_output import say
+from taas.notebook.view.live_view import RunView
+from taas.protocol.clients import Refused, RunRequest, RunState, Submit
+from taas.protocol.ranks import Answer
 from taas.runs.reader import POLL_SECONDS, build_interrupt
 from taas.runs.records import RunRecord
-from taas.wire.clients import Refused, RunRequest, RunState, Submit
-from taas.wire.ranks import Answer
 
 _LOOK_ROUND_MS = 50
 """The longest time, in ms, until a press of the interrupt button is seen."""

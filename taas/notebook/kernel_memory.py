@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from taas.import_hooks import loaded
-from taas.wire.clients import Gpu
-from taas.wording import size_in_words
+from taas.base.import_hooks import loaded
+from taas.base.wording import size_in_words
+from taas.protocol.clients import Gpu
 
 _MUCH = 1 << 30
 

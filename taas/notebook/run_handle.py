@@ -8,17 +8,17 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from taas.capture.collected import values_of
+from taas.base.wording import counted, shown_path
+from taas.capture.moves.collected import values_of
 from taas.errors import CaptureError, RunLost, RunStopped, TaasError
-from taas.notebook.live_view import LiveDisplay, what_next
-from taas.notebook.tables import Shown, plain
-from taas.notebook.watched_run import render_run
+from taas.notebook.view.live_view import LiveDisplay, what_next
+from taas.notebook.view.tables import Shown, plain
+from taas.notebook.view.watched_run import render_run
+from taas.protocol.clients import RunRequest
 from taas.runs.events import RankEvents, plain_form, read_arguments
 from taas.runs.reader import RunReader, finish
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor import connections
-from taas.wire.clients import RunRequest
-from taas.wording import counted, shown_path
 
 
 class RunHandle:

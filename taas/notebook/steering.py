@@ -14,28 +14,29 @@ from pathlib import Path
 
 import msgspec
 
-from taas._linux import process
-from taas.capture import setup_cells
+from taas.base.linux import process
+from taas.base.wording import counted, nearest, shown, shown_path
+from taas.capture.settings import setup_cells
 from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import choice
 from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, check_ranks, split_words
-from taas.notebook import doctor, tables
+from taas.notebook import doctor
 from taas.notebook.bug_report import write_report
-from taas.notebook.cell_output import Screen, TerminalOutput, follow, plain_among, say
 from taas.notebook.doctor import Finding
 from taas.notebook.export import export
 from taas.notebook.supervisor_client import get_supervisor
-from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
-from taas.notebook.watched_run import in_full
+from taas.notebook.view import tables
+from taas.notebook.view.cell_output import Screen, TerminalOutput, follow, plain_among, say
+from taas.notebook.view.tables import Shown
+from taas.notebook.view.watched_run import in_full
+from taas.project.wall.rescued import recover, rescued_versions, sort_writes
+from taas.protocol.clients import Prepare, Released, RunRequest, Stacks
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, unique_name
-from taas.storage.rescued import recover, rescued_versions, sort_writes
 from taas.supervisor import connections
-from taas.wire.clients import Prepare, Released, RunRequest, Stacks
-from taas.wording import counted, nearest, shown, shown_path
 
 _STOP_SECONDS = 12.0
 _TOP_SECONDS = 1.0

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import zmq
 
+from taas.base.process_log import how_it_broke, log_file
+from taas.base.wording import shown
 from taas.config import project_folder
 from taas.engines.choice import current_engine
 from taas.errors import EngineError, HeaderError, RunLost
-from taas.process_log import how_it_broke, log_file
+from taas.protocol.clients import RunRequest, SupervisorConfig
 from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
-from taas.wire.clients import RunRequest, SupervisorConfig
-from taas.wording import shown
 
 _START_SECONDS = 60.0
 

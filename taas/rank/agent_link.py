@@ -6,7 +6,8 @@ each goes to whom it concerns: what the main thread is at, and is asked, to the
 :class:`~taas.rank.last_word.LastWord`.
 
 What a cell asks the person at the keyboard goes by the agent into the run's record, where whoever
-shows the run in a notebook finds it (notebook/live_view.py); the answer comes back by the agent.
+shows the run in a notebook finds it (notebook/view/live_view.py); the reply comes back by the
+agent.
 """
 
 from __future__ import annotations
@@ -24,11 +25,8 @@ from collections.abc import Callable
 from IPython.core.error import StdinNotImplementedError
 
 from taas import adopt
-from taas.rank.last_word import LastWord
-from taas.rank.main_thread import MainThreadWatch
-from taas.runs import stacks
-from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.ranks import (
+from taas.protocol.framing import Message, MessageReader, pack
+from taas.protocol.ranks import (
     Answer,
     Asking,
     GetReady,
@@ -40,6 +38,9 @@ from taas.wire.ranks import (
     receive,
     send,
 )
+from taas.rank.last_word import LastWord
+from taas.rank.main_thread import MainThreadWatch
+from taas.runs import stacks
 
 _read = MessageReader(RankHears)
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from taas import adopt, capture
-from taas.capture import collected
+from taas.base.wording import fitting_lines, text_of
+from taas.capture.moves import collected
+from taas.project.wall.walls import NO_WALL
+from taas.protocol.framing import Memory
+from taas.protocol.ranks import RankEnded, RankOrder, RankStage, RankStart
 from taas.rank.agent_link import AgentLink, Keyboard
 from taas.rank.outlet import Outlet
 from taas.rank.users_traceback import lines_of
 from taas.rank_storage import Guard
-from taas.storage.walls import NO_WALL
-from taas.wire.framing import Memory
-from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart
-from taas.wording import fitting_lines, text_of
 
 if TYPE_CHECKING:
     from taas.rank.entry import Prepared

@@ -22,7 +22,7 @@ from typing import Any
 
 import cloudpickle
 
-from taas.import_hooks import after_import
+from taas.base.import_hooks import after_import
 
 _NAMESPACE = "globals of the notebook"
 _membership: Any = None

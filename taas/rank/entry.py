@@ -23,21 +23,13 @@ from typing import Any, NoReturn
 
 import psutil
 
-from taas import adopt, capture, project_sync, rehearsal
-from taas.capture.import_draws import last_imported
+from taas import adopt, capture, rehearsal
+from taas.base.places import no_room
+from taas.capture.settings.import_draws import last_imported
 from taas.errors import CaptureError
-from taas.project_sync import files_on_demand
-from taas.rank import children, lifeline
-from taas.rank.agent_link import AgentLink, Order
-from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
-from taas.rank.outlet import Outlet
-from taas.rank.ready_ahead import ReadyAhead, installed_modules, low_priority
-from taas.rank.shell import RankShell, make_ready
-from taas.rank.users_traceback import lines_of, users_lines_of
-from taas.rank_storage import Guard, guard, scratch_of
-from taas.runs.places import no_room
-from taas.runs.stacks import answer_requests
-from taas.wire.ranks import (
+from taas.project import sync
+from taas.project.sync import files_on_demand
+from taas.protocol.ranks import (
     GetReady,
     Preparation,
     RankEnded,
@@ -49,6 +41,15 @@ from taas.wire.ranks import (
     Readiness,
     preparation_of,
 )
+from taas.rank import children, lifeline
+from taas.rank.agent_link import AgentLink, Order
+from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
+from taas.rank.outlet import Outlet
+from taas.rank.ready_ahead import ReadyAhead, installed_modules, low_priority
+from taas.rank.shell import RankShell, make_ready
+from taas.rank.users_traceback import lines_of, users_lines_of
+from taas.rank_storage import Guard, guard, scratch_of
+from taas.runs.stacks import answer_requests
 
 
 def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
@@ -264,9 +265,7 @@ def become_rank(start: RankStart, shell: RankShell, *, outlives_run: bool) -> Pr
     if not hasattr(shell, "kernel") or start.rank not in order.cell.spec.shown_ranks():
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
-    project = project_sync.enter_replica(
-        staged.replica, staged.project, functools.partial(_tell, start)
-    )
+    project = sync.enter_replica(staged.replica, staged.project, functools.partial(_tell, start))
     wall = _enter_storage(start, project, outlives_run=outlives_run)
     _enter_project(start, project)
     device = _enter_device(order, local_rank)

@@ -28,8 +28,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from taas.wire.framing import Message
-from taas.wire.ranks import NOTICE, RankEnded, RankStage
+from taas.protocol.framing import Message
+from taas.protocol.ranks import NOTICE, RankEnded, RankStage
 
 STOP = NOTICE + 1
 """Stops the cell before the main thread's next line of Python. Only the link's thread sends it."""

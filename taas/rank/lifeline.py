@@ -20,7 +20,7 @@ import signal
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from taas import _linux
+from taas.base import linux
 
 _F_SETOWN, _F_SETSIG = 8, 10
 _SECONDS_TO_NOTICE = 3
@@ -48,7 +48,7 @@ def tie_to_agent() -> None:
     """Make this process the leader of a session that ends with its agent or its forkserver."""
     forkserver = os.getppid()
     os.setsid()
-    _linux.set_parent_death_signal(signal.SIGKILL)
+    linux.set_parent_death_signal(signal.SIGKILL)
     agent = multiprocessing.parent_process()
     assert agent is not None, "a rank is started by an agent"
     signal_at_end(int(agent.sentinel), -os.getpid(), signal.SIGKILL)
@@ -84,7 +84,7 @@ class KernelTie:
 
     def arm(self) -> None:
         """Let the pipe's end start the alarm, which ends this process if it does not disarm it."""
-        _linux.libc.signal(_STARTS_ALARM, _linux.libc.alarm)
+        linux.libc.signal(_STARTS_ALARM, linux.libc.alarm)
         signal_at_end(self._second, os.getpid(), _STARTS_ALARM)
 
     def disarm(self) -> None:

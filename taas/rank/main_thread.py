@@ -3,7 +3,7 @@
 The main thread runs the cell, and may be in C code for seconds or for ever. It is asked two things,
 each by a real-time signal whose handler runs before the main thread's next line of Python:
 
-* to give a **sign** (:data:`~taas.wire.ranks.NOTICE`): it runs Python code, so an interrupt is
+* to give a **sign** (:data:`~taas.protocol.ranks.NOTICE`): it runs Python code, so an interrupt is
   noticed, whatever handler of SIGINT the cell has;
 * to **stop** the cell and give the names (:data:`~taas.rank.last_word.STOP`).
 
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Literal
 
 from taas import adopt
+from taas.protocol import deadlines
+from taas.protocol.framing import Message
+from taas.protocol.ranks import NOTICE, RankStage
 from taas.rank.last_word import STOP, LastWord
-from taas.wire import deadlines
-from taas.wire.framing import Message
-from taas.wire.ranks import NOTICE, RankStage
 
 
 class Sign(enum.Enum):

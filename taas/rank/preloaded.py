@@ -13,11 +13,11 @@ from typing import Any
 
 from threadpoolctl import ThreadpoolController
 
-from taas import _linux
 from taas.adopt import waits
-from taas.capture import holders
+from taas.base import linux
+from taas.capture.describe import holders
+from taas.project.wall import diversion
 from taas.rank import lifeline, warned_lines
-from taas.storage import diversion
 
 THREAD_POOLS = ThreadpoolController()
 """The thread pools of BLAS and OpenMP in this process, found once: looking costs 15 ms."""
@@ -45,7 +45,7 @@ def _keep_freed_memory() -> None:
     run. Who has set malloc keeps it.
     """
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        _linux.keep_freed_memory(256 << 20, map_from=32 << 20)
+        linux.keep_freed_memory(256 << 20, map_from=32 << 20)
 
 
 lifeline.name_process(lifeline.FORKSERVER_NAME)

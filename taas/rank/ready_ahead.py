@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from taas import _linux
 from taas.adopt import own_gpu
+from taas.base import linux
+from taas.base.import_hooks import around_imports, attributes_of, is_installed
 from taas.capture.environment import file_time
-from taas.capture.import_draws import drawing_nothing, imported_after, last_imported
-from taas.capture.process_state import ProcessState, seen_by_imports
-from taas.capture.random_states import states_of_generators
-from taas.import_hooks import around_imports, attributes_of, is_installed
+from taas.capture.settings.import_draws import drawing_nothing, imported_after, last_imported
+from taas.capture.settings.process_state import ProcessState, seen_by_imports
+from taas.capture.settings.random_states import states_of_generators
+from taas.protocol.ranks import VARIABLES_OF_A_RUN, GetReady, RankStart, preparation_of
 from taas.rank.shell import RankShell
 from taas.rank_storage import Guard
-from taas.wire.ranks import VARIABLES_OF_A_RUN, GetReady, RankStart, preparation_of
 
 _FEWEST = 100
 """So many modules are worth it: they take some 0.1 s to import. Fewer cost the next cell less than
@@ -336,11 +336,11 @@ def low_priority() -> Iterator[None]:
     if not _may_raise_priority(before):
         yield
         return
-    _linux.set_priority(os.getpid(), before + _NICER_BY)
+    linux.set_priority(os.getpid(), before + _NICER_BY)
     try:
         yield
     finally:
-        _linux.set_priority(os.getpid(), before)
+        linux.set_priority(os.getpid(), before)
 
 
 def _may_raise_priority(before: int) -> bool:

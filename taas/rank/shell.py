@@ -24,15 +24,15 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Instance, Type, default
 from traitlets.config import Config
 
+from taas.base.wording import fitting_lines, text_of
 from taas.capture.cells import magic_on_top
-from taas.capture.process_state import ProcessState
-from taas.notebook.comms import open_comms_to
+from taas.capture.settings.process_state import ProcessState
+from taas.notebook.view.comms import open_comms_to
+from taas.protocol.ranks import Preparation
 from taas.rank.async_cells import LOOP_RUNNERS
 from taas.rank.debugger import leave_debuggers, show_users_frames
 from taas.rank.outlet import Outlet
 from taas.rank.users_traceback import hide_machinery
-from taas.wire.ranks import Preparation
-from taas.wording import fitting_lines, text_of
 
 
 class _Publisher(DisplayPublisher):

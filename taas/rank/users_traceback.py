@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from taas.base.import_hooks import is_installed
 from taas.delivery.failures import chain_of, entries_of, raise_remote
-from taas.import_hooks import is_installed
 
 _TAAS = f"{Path(__file__).parents[1]}/"
 _DELIVERY = f"{_TAAS}delivery/"

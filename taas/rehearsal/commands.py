@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from taas.base.import_hooks import after_import
 from taas.errors import CannotRehearse
-from taas.import_hooks import after_import
 from taas.rehearsal.devices import machine
 
 _ALONE = {"torchrun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "composer"}

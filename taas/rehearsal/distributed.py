@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from taas.import_hooks import after_import
+from taas.base.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
 from taas.rehearsal.patches import (
     Arguments,

@@ -22,7 +22,7 @@ from torch import _VF
 from torch.nn import attention
 from torch.utils._pytree import tree_map
 
-from taas.import_hooks import after_import
+from taas.base.import_hooks import after_import
 from taas.rehearsal.cuda_module import gpu_generator
 from taas.rehearsal.devices import CPU, cuda_index, machine
 from taas.rehearsal.patches import (

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import comm  # where torch.cuda.comm has its names from
 
+from taas.base.import_hooks import after_import, around_import
 from taas.errors import CannotRehearse
-from taas.import_hooks import after_import, around_import
 from taas.rehearsal.patches import Arguments, always, replace, rewrite_calls
 
 GRAPHS = "CUDA graphs record what a GPU executes"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from taas.wording import size_in_words
+from taas.base.wording import size_in_words
 
 _HEADER = struct.Struct("<BIQQ")
 _LENGTH = struct.Struct("<I")
@@ -32,7 +32,9 @@ _AROUND = _HEADER.size + _LENGTH.size  # bytes of a record beside its body
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
-COLLECTED = "collected"  # beside these: values that the header asked for (capture/collected.py)
+COLLECTED = (
+    "collected"  # beside these: values that the header asked for (capture/moves/collected.py)
+)
 LARGEST_DISPLAY = 48 << 20  # bytes; larger ones do not fit well into a notebook
 LARGEST_TEXT = 1 << 16  # bytes of a stream in one record, at most
 _BLOCK = 1 << 18
@@ -55,7 +57,7 @@ class Output(NamedTuple):
         kind: one of :data:`KINDS`, or ``note`` for what taas says of the run between two outputs.
         text: for the streams and notes.
         body: for the others, the arguments of IPython's publisher, in MessagePack; for ``comm``,
-            those of a widget's message to the front end (:mod:`taas.notebook.comms`).
+            those of a widget's message to the front end (:mod:`taas.notebook.view.comms`).
     """
 
     rank: int

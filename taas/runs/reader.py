@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable
 
 from taas import errors
+from taas.base.wording import counted, named
 from taas.errors import CellFailed, RunLost
 from taas.runs.events import Output, RankEvents
 from taas.runs.records import RunRecord, output_folder, read_record
-from taas.wording import counted, named
 
 POLL_SECONDS = 0.015  # between two looks for new output
 LOOK_SECONDS = 0.1  # between two looks at the record

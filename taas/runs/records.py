@@ -6,7 +6,7 @@
         record.json     RunRecord, replaced as a whole whenever it changes
         <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
         data.log        what the data processes printed; likewise below restart-<n>/
-        writes/         project files that ranks other than 0 wrote (storage/rescued.py); likewise
+        writes/         project files that ranks other than 0 wrote (project/wall/rescued.py)
         reserve         room on the disk for the last record, until that is written
         payload         the names that the cell was given,
         answer          rank 0's names,
@@ -32,15 +32,15 @@ from pathlib import Path
 
 import msgspec
 
-from taas._linux import remove_tree
-from taas.delivery.config import Delivered
+from taas.base.linux import remove_tree
+from taas.base.places import ProcessMark, runtime_folder, write_private
+from taas.base.process_log import how_it_broke
+from taas.base.wording import nearest, shown
 from taas.errors import DamagedAnswer, HeaderError
-from taas.process_log import how_it_broke
-from taas.runs.places import ProcessMark, runtime_folder, write_private
+from taas.protocol.delivery_orders import Delivered
+from taas.protocol.framing import MessageReader, Unreadable
+from taas.protocol.ranks import Asking, Cell, RankEnded, RankKept, RankUse
 from taas.runs.stacks import Trouble
-from taas.wire.framing import MessageReader, Unreadable
-from taas.wire.ranks import Asking, Cell, RankEnded, RankKept, RankUse
-from taas.wording import nearest, shown
 
 ANSWER, PAYLOAD, LOADERS = "answer", "payload", "loaders"
 _RECORD = "record.json"
@@ -82,7 +82,7 @@ class RunRecord(Verdict, kw_only=True):
         project: the notebook's folder.
         notebook: its path; empty if its front end does not say it.
         device: the ranks' devices in words.
-        gpus: the GPUs of this machine that it has, by device (:class:`taas.wire.clients.Gpu`).
+        gpus: the GPUs of this machine that it has, by device (:class:`taas.protocol.clients.Gpu`).
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own
             ``except`` and ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or has lost its last data VM; while it

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from taas.wording import ranks_in_words
+from taas.base.wording import ranks_in_words
 
 _SHOWN_FRAMES = 12
 _SOURCE_WIDTH = 70

@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 import zmq
 
-from taas._linux import remove_tree
+from taas.base.linux import remove_tree
+from taas.base.places import ProcessMark, runtime_folder, write_private
 from taas.errors import EngineError
-from taas.runs.places import ProcessMark, runtime_folder, write_private
+from taas.protocol import deadlines
+from taas.protocol.clients import ClientHears
+from taas.protocol.curve import PREFIX, Gate, make_dealer, make_router, set_heartbeat
+from taas.protocol.framing import Message, MessageReader, Unreadable, pack
 from taas.runs.records import RunRecord
-from taas.wire import deadlines
-from taas.wire.clients import ClientHears
-from taas.wire.curve import PREFIX, Gate, make_dealer, make_router, set_heartbeat
-from taas.wire.framing import Message, MessageReader, Unreadable, pack
 
 SOCKET, CONNECTION = "supervisor", "connection"
 """In the folder, where the supervisor listens, and a link to the file by which clients find it."""

@@ -18,16 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from taas._linux import remove_tree
-from taas.delivery.config import (
-    ALONE_SECONDS,
-    DataOrder,
-    Delivered,
-    DeliveryConfig,
-    ResumePoint,
-    new_keys,
-)
-from taas.delivery.messages import (
+from taas.base.linux import remove_tree
+from taas.delivery.slab import slab_size
+from taas.delivery.transport import CoordinatorProcess
+from taas.errors import RunLost
+from taas.protocol.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
+from taas.protocol.clients import Submit
+from taas.protocol.delivery_messages import (
     Command,
     Failed,
     Final,
@@ -40,13 +37,16 @@ from taas.delivery.messages import (
     Report,
     holders,
 )
-from taas.delivery.slab import slab_size
-from taas.delivery.transport import CoordinatorProcess
-from taas.errors import RunLost
+from taas.protocol.delivery_orders import (
+    ALONE_SECONDS,
+    DataOrder,
+    Delivered,
+    DeliveryConfig,
+    ResumePoint,
+    new_keys,
+)
 from taas.supervisor.transfer import Transfer
 from taas.supervisor.vms import PLANNER, DataVms, Vm
-from taas.wire.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
-from taas.wire.clients import Submit
 
 logger = logging.getLogger(__name__)
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from taas.base.poll_loop import WorkThread
+from taas.base.wording import counted
 from taas.config import DATA_VM
 from taas.engines import AgentConfig, Demand, Engine, EngineChoice
 from taas.engines.choice import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, RanksGone
+from taas.protocol import deadlines
+from taas.protocol.clients import Gpu, Submit
+from taas.protocol.framing import Alive, Leave
 from taas.supervisor.connections import ControlSocket
 from taas.supervisor.stages import ENDED
 from taas.supervisor.vms import KEPT, DataVms, Vm, demand_of, share_gpus
-from taas.wire import deadlines
-from taas.wire.clients import Gpu, Submit
-from taas.wire.framing import Alive, Leave
-from taas.wire.poll_loop import WorkThread
-from taas.wording import counted
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from taas.base.wording import ranks_in_words
+from taas.protocol import deadlines
+from taas.protocol.agents import LookAtRanks, RanksSeen
+from taas.protocol.clients import Stacks
+from taas.protocol.framing import Message
 from taas.runs.stacks import RankSeen, StackGroup, Trouble, fold, is_collective
 from taas.supervisor.stages import Stage
-from taas.wire import deadlines
-from taas.wire.agents import LookAtRanks, RanksSeen
-from taas.wire.clients import Stacks
-from taas.wire.framing import Message
-from taas.wording import ranks_in_words
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run

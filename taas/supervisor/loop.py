@@ -14,26 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from taas import _linux, process_log
-from taas._linux import remove_tree
 from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
+from taas.base import linux, process_log
+from taas.base.import_hooks import keep_paths
+from taas.base.linux import remove_tree
+from taas.base.places import ProcessMark, no_room
+from taas.base.poll_loop import PollLoop, WorkThread, raise_limit
+from taas.base.process_log import log_message
 from taas.engines import Engine
 from taas.errors import EngineError, NotEnoughDevices
-from taas.import_hooks import keep_paths
-from taas.process_log import log_message
-from taas.rank.lifeline import KernelTie
-from taas.runs.places import ProcessMark, no_room
-from taas.runs.records import Verdict, make_room, read_records
-from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
-from taas.supervisor.fleet import Fleet, KeptRanks
-from taas.supervisor.recorder import Recorder
-from taas.supervisor.run_queue import RunQueue, check_processors
-from taas.supervisor.runs import Run
-from taas.supervisor.stages import ENDED, Stage
-from taas.supervisor.vms import Vm, choosing, keep_gpus
-from taas.wire import deadlines
-from taas.wire.agents import AgentSays, AgentUp, KeptGone
-from taas.wire.clients import (
+from taas.protocol import deadlines
+from taas.protocol.agents import AgentSays, AgentUp, KeptGone
+from taas.protocol.clients import (
     ClientSays,
     Prepare,
     Refused,
@@ -44,10 +36,18 @@ from taas.wire.clients import (
     Submit,
     SupervisorConfig,
 )
-from taas.wire.curve import make_short_folder
-from taas.wire.framing import Message, MessageReader, Unreadable
-from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
-from taas.wire.ranks import Answer
+from taas.protocol.curve import make_short_folder
+from taas.protocol.framing import Message, MessageReader, Unreadable
+from taas.protocol.ranks import Answer
+from taas.rank.lifeline import KernelTie
+from taas.runs.records import Verdict, make_room, read_records
+from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
+from taas.supervisor.fleet import Fleet, KeptRanks
+from taas.supervisor.recorder import Recorder
+from taas.supervisor.run_queue import RunQueue, check_processors
+from taas.supervisor.runs import Run
+from taas.supervisor.stages import ENDED, Stage
+from taas.supervisor.vms import Vm, choosing, keep_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -440,7 +440,7 @@ def _end(control: ControlSocket, fleet: Fleet) -> None:
 
     What runs here ends first, then what engines have elsewhere.
     """
-    _linux.kill_in(deadlines.END_SUPERVISOR)
+    linux.kill_in(deadlines.END_SUPERVISOR)
     raise_limit()
     drivers = [pid for engine in fleet.engines if engine.remote for pid in engine.pids()]
     with contextlib.ExitStack() as last_first:
@@ -455,7 +455,7 @@ def main() -> None:
     """Read the configuration from standard input, and serve."""
     become_subreaper()
     keep_paths()
-    _linux.begin_afresh()
+    linux.begin_afresh()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process_log.begin(os.getpid())
     config = msgspec.json.decode(sys.stdin.readline(), type=SupervisorConfig)

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from taas.delivery.config import DeliveryConfig
+from taas.base.wording import counted, named, ranks_in_words
 from taas.engines.gpus import refused_as_mig
 from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
+from taas.protocol import deadlines
+from taas.protocol.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
+from taas.protocol.delivery_orders import DeliveryConfig
+from taas.protocol.framing import LOOPBACK, Memory, StoreAddress
+from taas.protocol.ranks import Answer, RankEnded, RankKept, RankOrder
 from taas.runs.records import Verdict
 from taas.supervisor.vms import Vm
-from taas.wire import deadlines
-from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
-from taas.wire.framing import LOOPBACK, Memory, StoreAddress
-from taas.wire.ranks import Answer, RankEnded, RankKept, RankOrder
-from taas.wording import counted, named, ranks_in_words
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
@@ -204,7 +204,7 @@ class RankJobs:
         return all(job is JobStage.OVER for job in self.jobs)
 
     def end(self, how: How, *, names: bool, begun: bool) -> None:
-        """End all ranks, as :class:`taas.wire.agents.EndJob` says.
+        """End all ranks, as :class:`taas.protocol.agents.EndJob` says.
 
         Where no rank has ``begun`` the cell, nothing has to be finished.
         """

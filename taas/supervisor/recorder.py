@@ -10,8 +10,12 @@ from typing import Any
 
 import msgspec
 
-from taas._linux import remove_tree
-from taas.runs.places import ProcessMark
+from taas.base.linux import remove_tree
+from taas.base.places import ProcessMark
+from taas.protocol.agents import RanksUse
+from taas.protocol.clients import Submit
+from taas.protocol.framing import Memory
+from taas.protocol.ranks import Asking, RankKept, RankUse
 from taas.runs.records import (
     ANSWER,
     LOADERS,
@@ -23,10 +27,6 @@ from taas.runs.records import (
     write_record,
 )
 from taas.supervisor.stages import WORDS, Stage, check_step
-from taas.wire.agents import RanksUse
-from taas.wire.clients import Submit
-from taas.wire.framing import Memory
-from taas.wire.ranks import Asking, RankKept, RankUse
 
 _RESERVE_BYTES = 64 << 10
 _EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size

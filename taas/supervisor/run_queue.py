@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from taas.base.wording import counted
 from taas.errors import EngineError, NotEnoughDevices
+from taas.protocol.clients import Submit
 from taas.runs.records import Verdict
 from taas.supervisor.recorder import Recorder
-from taas.wire.clients import Submit
-from taas.wording import counted
 
 _MOST = 256
 """Runs that may wait: each holds its payload in memory."""

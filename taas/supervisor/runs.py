@@ -8,10 +8,25 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec
 
-from taas.delivery.config import ResumePoint
+from taas.base.poll_loop import WorkThread
+from taas.base.wording import named
 from taas.errors import DeliveryError, NotEnoughDevices, RunLost
+from taas.project.wall.rescued import make_writes, sort_writes
+from taas.protocol.agents import (
+    WITH_FORKSERVER,
+    How,
+    JobOver,
+    JobRequest,
+    JobSays,
+    RanksSeen,
+    RanksUse,
+)
+from taas.protocol.chunks import Chunk, Taken
+from taas.protocol.clients import RunState
+from taas.protocol.delivery_orders import ResumePoint
+from taas.protocol.framing import StoreAddress
+from taas.protocol.ranks import Asking, RankEnded, RankStage
 from taas.runs.records import output_folder
-from taas.storage.rescued import make_writes, sort_writes
 from taas.supervisor.data_side import DataSide
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.rank_jobs import Findings, JobStage, RankJobs
@@ -19,13 +34,6 @@ from taas.supervisor.recorder import Recorder
 from taas.supervisor.stages import UNDER_WAY, UNDISTURBED, Stage, UnknownStep
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import DataVms, Vm
-from taas.wire.agents import WITH_FORKSERVER, How, JobOver, JobRequest, JobSays, RanksSeen, RanksUse
-from taas.wire.clients import RunState
-from taas.wire.framing import StoreAddress
-from taas.wire.poll_loop import WorkThread
-from taas.wire.ranks import Asking, RankEnded, RankStage
-from taas.wire.transfer import Chunk, Taken
-from taas.wording import named
 
 logger = logging.getLogger(__name__)
 

@@ -20,19 +20,19 @@ from typing import Any
 
 import msgspec
 
+from taas.base.poll_loop import WorkThread
+from taas.base.wording import shown_path, size_in_words
 from taas.header.options import RunSpec
-from taas.project_sync import archive
-from taas.project_sync.applier import Applier, unpack
-from taas.project_sync.archive import FileState, shared_places
+from taas.project.sync import archive
+from taas.project.sync.applier import Applier, unpack
+from taas.project.sync.archive import FileState, shared_places
+from taas.project.wall.table import TREE
+from taas.protocol.agents import JobRequest, OfJob, StartJob
+from taas.protocol.chunks import Chunk, Incoming, Sender, Taken, chunks_of, chunks_of_file
+from taas.protocol.framing import Memory, Unreadable
 from taas.rank_storage import scratch_of
 from taas.runs.events import COLLECTED, FILES
-from taas.storage.table import TREE
 from taas.supervisor.vms import Vm
-from taas.wire.agents import JobRequest, OfJob, StartJob
-from taas.wire.framing import Memory, Unreadable
-from taas.wire.poll_loop import WorkThread
-from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of, chunks_of_file
-from taas.wording import shown_path, size_in_words
 
 _NAMED = 3
 

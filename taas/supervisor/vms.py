@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from filelock import FileLock, Timeout
 
 from taas.agent.forkserver import read_at_import
+from taas.base.places import runtime_folder
+from taas.base.poll_loop import WorkThread
+from taas.base.process_log import log_message
 from taas.engines import Demand, Machine
 from taas.engines.local import LocalMachine
 from taas.errors import EngineError, NotEnoughDevices
-from taas.process_log import log_message
-from taas.runs.places import runtime_folder
+from taas.protocol import deadlines
+from taas.protocol.agents import AgentUp
+from taas.protocol.clients import Gpu, Submit
+from taas.protocol.framing import Leave, Message
 from taas.runs.records import RunRecord, read_records
-from taas.wire import deadlines
-from taas.wire.agents import AgentUp
-from taas.wire.clients import Gpu, Submit
-from taas.wire.framing import Leave, Message
-from taas.wire.poll_loop import WorkThread
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from notebook_harness import Ran
 from oracle.graph import Graph, describe
 from oracle.program import Played, Program
 from oracle.state import process_state
-from taas.wire.clients import RunRequest, RunState, Submit
-from taas.wire.framing import MessageReader, pack
+from taas.protocol.clients import RunRequest, RunState, Submit
+from taas.protocol.framing import MessageReader, pack
 
 __all__ = ["RUN", "be_kernel"]
 

@@ -22,13 +22,13 @@ from oracle.kernel import RUN, be_kernel
 from oracle.program import Played, Program
 from taas.agent.forkserver import Forkserver
 from taas.agent.rank_job import RankJob
-from taas.runs.places import ProcessMark
+from taas.base.places import ProcessMark
+from taas.protocol.agents import JobOver, StartJob
+from taas.protocol.clients import RunState, Submit
+from taas.protocol.framing import LOOPBACK, MessageReader, StoreAddress, pack
+from taas.protocol.ranks import RankEnded, RankKept, RankOrder
 from taas.runs.records import Verdict
 from taas.supervisor.recorder import Recorder
-from taas.wire.agents import JobOver, StartJob
-from taas.wire.clients import RunState, Submit
-from taas.wire.framing import LOOPBACK, MessageReader, StoreAddress, pack
-from taas.wire.ranks import RankEnded, RankKept, RankOrder
 
 __all__ = ["forkservers", "play"]
 

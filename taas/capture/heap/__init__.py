@@ -1,0 +1,1 @@
+"""All objects of a payload: numbered, compared, written into memory, built again."""

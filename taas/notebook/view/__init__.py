@@ -1,0 +1,1 @@
+"""What a notebook shows of runs: tables, the live line, output, widgets."""

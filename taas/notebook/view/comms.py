@@ -1,0 +1,257 @@
+"""Widgets in ranks: their messages to the front end, and the kernel's ends of their channels.
+
+A widget has a *comm*, a channel to its model in the front end, which draws it. The messages of a
+rank's widget go where displays go, and the cell passes them on as the kernel's own. The rank ends
+with the cell. So the kernel makes a *twin* of each widget, as it does of a widget that the front
+end opens: a reloaded page asks the kernel for all states, and users move sliders when the rank is
+gone. A twin has its model's state and does nothing of its own.
+
+A comm that travels with its widget, either way, becomes the comm with the same id there.
+
+An ``Output`` widget captures what is shown for one request to the kernel. A rank does not know the
+request that its cell is, or is attached by; it says a placeholder, and the kernel puts the id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import comm
+from comm.base_comm import BaseComm
+
+from taas.base.import_hooks import loaded
+from taas.base.wording import shown, text_of
+
+_WIDGETS = "jupyter.widget"
+"""The comm target of ipywidgets."""
+_CLASS = tuple(
+    f"_{of}_{what}" for of in ("model", "view") for what in ("module", "module_version", "name")
+)
+"""Keys of a model's state that name its class, in the order in which ipywidgets asks for them."""
+
+_THIS_CELL = "taas-this-cell"
+"""Stands in a rank for the id of the request whose output an ``Output`` widget captures."""
+
+Publish = Callable[..., None]
+
+
+# ---------------------------------------------------------------- in a rank
+
+
+class _Requests:
+    """What an ``Output`` widget asks of a kernel."""
+
+    def get_parent(self) -> dict[str, Any]:
+        """Return the request that is served now."""
+        return {"header": {"msg_id": _THIS_CELL}}
+
+
+class _RankComm(BaseComm):
+    """A comm whose messages go out with the rank's displays.
+
+    No reply comes while the cell runs, as in a notebook.
+    """
+
+    __qualname__ = "BaseComm"  # as the kernel's: a check of what comes back compares it
+    publish: Publish
+    kernel = _Requests()
+
+    def publish_msg(
+        self,
+        msg_type: str,
+        data: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+        buffers: list[bytes] | None = None,
+        **keys: Any,
+    ) -> None:
+        """Send one message: ``comm_open``, ``comm_msg`` or ``comm_close``."""
+        self.publish(
+            comm_id=self.comm_id,
+            msg_type=msg_type,
+            data=data or {},
+            metadata=metadata or {},
+            buffers=[bytes(buffer) for buffer in buffers or ()],
+            keys=keys,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce_comm(self)
+
+
+def open_comms_to(publish: Publish) -> None:
+    """Let libraries of this process open comms, whose messages go to ``publish``."""
+    _RankComm.publish = staticmethod(publish)
+    comm.create_comm = _RankComm
+
+
+# ---------------------------------------------------------------- travelling
+
+
+def let_comms_travel() -> None:
+    """Let pickles of this process hold the kernel's comms, with the widgets that have them."""
+    try:
+        from ipykernel.comm.comm import BaseComm as KernelComm
+    except ImportError:  # ipykernel before 6.18 has comms of its own
+        return
+    copyreg.pickle(KernelComm, _reduce_comm)
+
+
+def _reduce_comm(end: BaseComm) -> tuple[Any, ...]:
+    callbacks = {name: vars(end)[name] for name in ("_msg_callback", "_close_callback")}
+    return _end_of, (end.comm_id, end.target_name), callbacks
+
+
+def _end_of(comm_id: str, target_name: str) -> BaseComm:
+    """Return this process's end of a comm that is already open."""
+    manager = comm.get_comm_manager()
+    end = manager.comms.get(comm_id)
+    if end is None:
+        end = comm.create_comm(comm_id=comm_id, target_name=target_name, primary=False)
+        manager.register_comm(end)
+    return end
+
+
+# ---------------------------------------------------------------- in the kernel
+
+
+class KernelEnds:
+    """Passes on the messages of one run's widgets.
+
+    Args:
+        live: the messages come now, and are not read later: widgets of the notebook that the run
+            changes are changed here, too.
+        say: tells the user a line.
+        request: returns the id of the request whose output the run's is shown as.
+
+    Attributes:
+        capturing: the ``Output`` widgets into which output goes now, by their comms.
+    """
+
+    def __init__(
+        self, *, live: bool, say: Callable[[str], None], request: Callable[[], str]
+    ) -> None:
+        self._live, self._say, self._request = live, say, request
+        self.capturing: set[str] = set()
+        self._opened: set[str] = set()
+        self._failed: set[str] = set()
+
+    def take(self, said: dict[str, Any]) -> None:
+        """Pass a message on to the front end, and to the widget's twin.
+
+        Args:
+            said: the arguments that :func:`open_comms_to` gave to ``publish``.
+        """
+        comm_id, opens = said["comm_id"], said["msg_type"] == "comm_open"
+        known = comm_id in comm.get_comm_manager().comms
+        if opens and not known:
+            self._opened.add(comm_id)
+        elif opens or not known or not (self._live or comm_id in self._opened):
+            return  # it was shown before, and may be shown elsewhere now; or it is closed
+        end = _end_of(comm_id, said["keys"].get("target_name", ""))
+        self._note_capture(comm_id, said["data"].get("state", {}))
+        if said["msg_type"] == "comm_close":
+            self.capturing.discard(comm_id)
+            with self._report_errors(said):
+                (_widget_of(end) or end).close()
+            return
+        end.publish_msg(
+            said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"]
+        )
+        # what a twin is told goes to the front end once more, which would capture twice
+        said["data"].get("state", {}).pop("msg_id", None)
+        with self._report_errors(said):
+            if opens and end.target_name == _WIDGETS:
+                _make_twin(end, said)
+            elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
+                _set_state(twin, said)
+
+    def _note_capture(self, comm_id: str, state: dict[str, Any]) -> None:
+        """Note whether an ``Output`` widget captures; all that was shown before is sent first."""
+        if "msg_id" not in state:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if state["msg_id"] == _THIS_CELL:
+            state["msg_id"] = self._request()
+            self.capturing.add(comm_id)
+        else:
+            self.capturing.discard(comm_id)
+
+    def end_captures(self) -> None:
+        """Let ``Output`` widgets capture no more, of ranks that did not come to it."""
+        update = {"method": "update", "state": {"msg_id": ""}, "buffer_paths": []}
+        for comm_id in [*self.capturing]:
+            said = {"comm_id": comm_id, "msg_type": "comm_msg", "data": update}
+            self.take({**said, "metadata": {}, "buffers": [], "keys": {}})
+
+    @contextlib.contextmanager
+    def _report_errors(self, said: dict[str, Any]) -> Iterator[None]:
+        """Report an error of a widget's library, once for each kind of widget; the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            known, told = _all_widgets().get(said["comm_id"]), said["data"].get("state", {})
+            kind = getattr(known, "_model_name", told.get("_model_name", "widget")).removesuffix(
+                "Model"
+            )
+            if kind not in self._failed:
+                self._failed.add(kind)
+                why = f"{type(error).__name__}: {shown(text_of(error), 200)}"
+                self._say(
+                    f"a page that is loaded again may not draw this {kind} as it is now: {why}"
+                )
+
+    def settle(self) -> None:
+        """Replace twins by the widgets that came back with the run's names."""
+        widgets = _all_widgets()
+        for comm_id in self._opened & widgets.keys():
+            twin, widget = widgets[comm_id], _widget_of(widgets[comm_id].comm)
+            if widget not in (twin, None):
+                twin.comm = None  # otherwise the end of the twin would close the widget's comm
+                widgets[comm_id] = widget
+
+
+def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
+    """Make a widget on this end of a comm, without its constructor, as unpickling does.
+
+    Constructors, and the observers of a class, need more than a model has.
+    """
+    state = said["data"]["state"]
+    # A class that only the ranks have gets no twin: its model is shown until the page is closed.
+    with contextlib.suppress(ImportError, KeyError):
+        registry = importlib.import_module("ipywidgets.widgets.widget")._registry
+        of_class = registry.get(*(state[name] for name in _CLASS))
+        twin = of_class.__new__(of_class)
+        twin._trait_notifiers, twin._trait_validators = {}, {}
+        _set_state(twin, said)
+        twin.comm, twin._model_id = end, end.comm_id
+        end.on_msg(twin._handle_msg)
+        _all_widgets()[end.comm_id] = twin
+
+
+def _set_state(widget: Any, said: dict[str, Any]) -> None:
+    """Set a widget's state to its model's; the ranks have called its observers already."""
+    state = said["data"]["state"]
+    put_buffers = sys.modules["ipywidgets.widgets.widget"]._put_buffers
+    put_buffers(state, said["data"].get("buffer_paths", ()), said["buffers"])
+    observers, widget._trait_notifiers = widget._trait_notifiers, {}
+    try:
+        widget.set_state(state)
+    finally:
+        widget._trait_notifiers = observers
+
+
+def _widget_of(end: Any) -> Any:
+    """Return the widget that a comm belongs to, if any."""
+    widget = getattr(end._msg_callback, "__self__", None)
+    return widget if hasattr(widget, "_handle_msg") else None
+
+
+def _all_widgets() -> dict[str, Any]:
+    module = loaded("ipywidgets.widgets.widget")
+    return module._instances if module is not None else {}
