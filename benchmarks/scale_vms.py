@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from taas.engines import AgentConfig, Demand, EngineChoice
 from taas.protocol.agents import AgentHears, AgentUp, EndJob, JobOver, OfJob, StartJob
 from taas.protocol.chunks import Chunk, Taken
 from taas.protocol.curve import make_dealer, set_heartbeat
+from taas.protocol.engines import AgentConfig, Demand, EngineChoice
 from taas.protocol.framing import Message, MessageReader, pack
 from taas.protocol.ranks import RankEnded, RankOrder, RankStage
 from taas.runs.events import EVENTS, pack_record

@@ -39,7 +39,7 @@ from taas.notebook.supervisor_client import release_ahead, start_ahead
 from taas.notebook.view.cell_output import CellOutput, Screen
 from taas.notebook.view.live_view import UpdatedView, attach, mend_lines, show_live_table
 from taas.notebook.view.tables import Shown
-from taas.runs.records import RunRecord, in_words
+from taas.protocol.records import RunRecord, in_words
 
 __all__ = [
     "NotebookFrontend",

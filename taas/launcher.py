@@ -27,7 +27,6 @@ from taas.capture.settings.setup_cells import setup_cells
 from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import list_registered
 from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use
-from taas.engines import EngineChoice
 from taas.engines.choice import check_installed, current_engine
 from taas.engines.gpus import check_devices, device_in_words, physical, visible_gpus
 from taas.engines.local import check_memory
@@ -41,10 +40,12 @@ from taas.notebook.view.cell_output import say
 from taas.notebook.view.live_view import notify_at_end
 from taas.project.wall.boundary import make_shared, missing_shared
 from taas.protocol.clients import DeliveryOrder, RunState, Submit
+from taas.protocol.engines import EngineChoice
 from taas.protocol.framing import Memory
 from taas.protocol.ranks import AtImport, Cell, Workspace
+from taas.protocol.records import RunRecord
 from taas.runs.reader import finish
-from taas.runs.records import RunRecord, read_record
+from taas.runs.records import read_record
 
 _RANK_BUFFER = 256 << 20
 """Bytes of elements that may be under way for a rank, unless taas.toml says otherwise or memory is

@@ -18,9 +18,9 @@ It does not cover
   * ``discard``: Python-level writers write to the rank's scratch, from which the rank also reads;
     at the end of the run ``project/wall/rescued`` sorts the scratch. A write that the diversion
     misses hits the wall, and a read that it misses does not find diverted files; if that raises an
-    error, the cell explains it. (An overlay mount would give C code the rank's own files, too, but is not
-    used: if rank 0 replaces a file by a rename, the mount silently shows the old file until it is
-    mounted again, and any process may read the file in between.)
+    error, the cell explains it. (An overlay mount would give C code the rank's own files, too, but
+    is not used: if rank 0 replaces a file by a rename, the mount silently shows the old file until
+    it is mounted again, and any process may read the file in between.)
   * ``deny``: it raises ``StorageDenied``.
 """
 

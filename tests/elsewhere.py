@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from taas.engines import AgentConfig, Demand, EngineChoice, Machine
+from taas.engines import Machine
+from taas.protocol.engines import AgentConfig, Demand, EngineChoice
 
 ENVIRON = {"TAAS_ENGINE": "ray 127.0.0.1:1"}
 """For a notebook whose cells run there."""

@@ -12,9 +12,10 @@ from blocks import block
 from taas.agent.forkserver import read_at_import
 from taas.agent.staging import environment
 from taas.config import load_catalog
-from taas.engines import AgentConfig, Demand, EngineChoice, choice
+from taas.engines import choice
 from taas.engines.slurm import JobAgents, read_queue, script, settings_of
 from taas.errors import EngineError, HeaderError
+from taas.protocol.engines import AgentConfig, Demand, EngineChoice
 from taas.versions import differing_versions
 
 

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from taas import rank_storage
 from taas.errors import HeaderError
 from taas.project.wall.rescued import make_writes, recover, rescued_versions, sort_writes
-from taas.runs.records import read_records, runs_root
+from taas.protocol.records import runs_root
+from taas.runs.records import read_records
 
 
 @pytest.fixture

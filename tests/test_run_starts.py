@@ -16,15 +16,16 @@ import pytest
 
 from taas.base.places import ProcessMark
 from taas.base.poll_loop import PollLoop, WorkThread
-from taas.engines import Demand, EngineChoice
 from taas.engines.driven import DrivenMachine
 from taas.header.options import RunSpec
 from taas.protocol.agents import AgentUp, JobOver, JobSays, StartJob
 from taas.protocol.chunks import Chunk
 from taas.protocol.clients import DeliveryOrder, Submit
+from taas.protocol.engines import Demand, EngineChoice
 from taas.protocol.framing import Memory, Message, StoreAddress
 from taas.protocol.ranks import Asking, Cell, RankEnded, RankStage, Workspace
-from taas.runs.records import RunRecord, read_record
+from taas.protocol.records import RunRecord
+from taas.runs.records import read_record
 from taas.supervisor.data_side import Phase
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run

@@ -14,7 +14,8 @@ from blocks import block
 from notebook_harness import Notebook, gone, until
 
 from taas.base.process_log import log_files
-from taas.runs.records import RunRecord, read_records
+from taas.protocol.records import RunRecord
+from taas.runs.records import read_records
 from taas.supervisor.stages import (
     ENDED,
     STEPS,

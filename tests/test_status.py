@@ -25,17 +25,10 @@ from taas.notebook.view import tables
 from taas.notebook.view.watched_run import _MANY_RANKS, in_full, render_run
 from taas.protocol.delivery_orders import Delivered
 from taas.protocol.ranks import Asking, Cell, RankUse
+from taas.protocol.records import RunRecord, output_folder
+from taas.protocol.stacks import StackGroup, Trouble
 from taas.runs.events import EVENTS, pack_record
-from taas.runs.records import (
-    RunRecord,
-    find_run,
-    make_room,
-    new_folder,
-    output_folder,
-    read_records,
-    write_record,
-)
-from taas.runs.stacks import StackGroup, Trouble
+from taas.runs.records import find_run, make_room, new_folder, read_records, write_record
 from taas.supervisor.connections import Connection, all_connections, write_connection
 
 Make = Callable[..., RunRecord]

@@ -16,8 +16,8 @@ from typing import Any
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import Job
 from taas.agent.spares import KeptProcesses, Spares
-from taas.engines import AgentConfig
 from taas.protocol import deadlines
+from taas.protocol.engines import AgentConfig
 
 DEADLINE = 120.0
 

@@ -19,8 +19,9 @@ from taas.protocol import deadlines
 from taas.protocol.agents import LookAtRanks
 from taas.protocol.framing import MessageReader, Unreadable
 from taas.protocol.ranks import RankUse
+from taas.protocol.stacks import Frame, RankSeen
 from taas.runs.events import FILES, STDERR, size_of
-from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
+from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Preface, fold
 
 _STEP_PERCENT = 5
 """What changes by less is no news."""

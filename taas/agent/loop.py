@@ -26,12 +26,12 @@ from taas.base import linux, process_log
 from taas.base.linux import remove_tree
 from taas.base.poll_loop import PollLoop, raise_limit
 from taas.base.process_log import log_message
-from taas.engines import AgentConfig
 from taas.engines.gpus import visible_gpus
 from taas.protocol import deadlines
 from taas.protocol.agents import AgentHears, AgentUp, JobRequest, StartJob
 from taas.protocol.curve import SupervisorLink, make_dealer, set_heartbeat
 from taas.protocol.delivery_orders import read_line
+from taas.protocol.engines import AgentConfig
 from taas.protocol.framing import Alive, Leave, Message, MessageReader, pack
 from taas.protocol.ranks import RankOrder
 

@@ -20,7 +20,6 @@ from time import monotonic
 from typing import Literal
 
 from taas.base.linux import remove_tree
-from taas.engines import AgentConfig
 from taas.project import sync
 from taas.project.sync.applier import unpack
 from taas.project.sync.archive import Changes, entries, only, shared_places
@@ -28,6 +27,7 @@ from taas.project.sync.files_on_demand import FilesOnDemand
 from taas.project.wall.boundary import clock_of
 from taas.protocol.agents import JobRequest, StartJob
 from taas.protocol.chunks import CHUNK, Chunk, Incoming, chunks_of
+from taas.protocol.engines import AgentConfig
 from taas.protocol.framing import Memory, Unreadable
 from taas.protocol.ranks import RankOrder, Staged
 from taas.rank_storage import scratch_of

@@ -20,7 +20,8 @@ import msgspec
 
 from taas.base.poll_loop import Child
 from taas.config import Catalog
-from taas.engines import AgentConfig, Demand, Machine
+from taas.engines import Machine
+from taas.protocol.engines import AgentConfig, Demand
 from taas.protocol.framing import Message
 
 # ------------------------------------------------------------- the messages: one JSON line each

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from taas.base.memory_limits import memory_left
 from taas.base.poll_loop import Child, give_limit
-from taas.engines import AgentConfig, Demand, Machine
+from taas.engines import Machine
 from taas.errors import EngineError
+from taas.protocol.engines import AgentConfig, Demand
 from taas.protocol.framing import LOOPBACK
 
 _END_SECONDS = 5.0

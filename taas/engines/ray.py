@@ -13,9 +13,9 @@ from pathlib import Path
 
 from taas.base.wording import counted, shown
 from taas.config import Catalog
-from taas.engines import Demand
 from taas.engines.driven import DrivenEngine
 from taas.errors import EngineError, HeaderError
+from taas.protocol.engines import Demand
 
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 _HOW_TO_BRING = (

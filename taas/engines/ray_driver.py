@@ -28,11 +28,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from taas import versions
 from taas.base.wording import first_line
 from taas.delivery.failures import chain_of
-from taas.engines import AgentConfig, Demand, ray_vm
+from taas.engines import ray_vm
 from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, VmReport
 from taas.engines.ray import bundle, count_fitting, what_is_missing
 from taas.errors import EngineError
 from taas.protocol import curve
+from taas.protocol.engines import AgentConfig, Demand
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0

@@ -21,10 +21,10 @@ import msgspec
 
 from taas.base.wording import shown
 from taas.config import BUILT_IN_TYPES, SLURM_OPTIONS, Catalog
-from taas.engines import AgentConfig, Demand
 from taas.engines.driven import DrivenEngine
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import read_line
+from taas.protocol.engines import AgentConfig, Demand
 
 COMMANDS = ("sbatch", "squeue", "sinfo", "scancel", "scontrol")
 _TABLE = {option.name: option for option in SLURM_OPTIONS}

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from taas.base.linux import remove_tree
-from taas.engines import AgentConfig
 from taas.engines.gpus import visible_gpus
 from taas.engines.local import LocalMachine
 from taas.engines.slurm import JobAgents, address_towards
 from taas.protocol.curve import make_short_folder
 from taas.protocol.delivery_orders import read_line
+from taas.protocol.engines import AgentConfig
 from taas.versions import differing_versions, versions
 
 _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")

@@ -18,7 +18,7 @@ import msgspec
 from taas.base.process_log import log_files
 from taas.errors import EngineError
 from taas.notebook.doctor import Finding
-from taas.runs.records import RunRecord
+from taas.protocol.records import RunRecord
 
 _WITH_NAMES = frozenset({"returned", "collect", "shared", "name"})
 """Options of the header whose values are the user's names or paths."""

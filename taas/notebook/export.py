@@ -27,7 +27,8 @@ from taas.base.wording import counted, shown, shown_path
 from taas.capture.cells import python_of
 from taas.capture.settings.setup_cells import SetupCell
 from taas.errors import EngineError
-from taas.runs.records import PAYLOAD, RunRecord, read_record
+from taas.protocol.records import RunRecord
+from taas.runs.records import PAYLOAD, read_record
 
 PROGRAM, DATA = "train.py", "train.pickle"
 _PLAIN = (bool, int, str, type(None))

@@ -20,8 +20,8 @@ from taas.notebook.view.cell_output import say
 from taas.notebook.view.live_view import RunView
 from taas.protocol.clients import Refused, RunRequest, RunState, Submit
 from taas.protocol.ranks import Answer
+from taas.protocol.records import RunRecord
 from taas.runs.reader import POLL_SECONDS, build_interrupt
-from taas.runs.records import RunRecord
 
 _LOOK_ROUND_MS = 50
 """The longest time, in ms, until a press of the interrupt button is seen."""

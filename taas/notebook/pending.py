@@ -16,7 +16,8 @@ from IPython.core.getipython import get_ipython
 
 from taas.capture import Capture
 from taas.delivery.registered import Registration
-from taas.runs.records import RunRecord, read_record
+from taas.protocol.records import RunRecord
+from taas.runs.records import read_record
 
 _SECONDS = 3600.0
 _BYTES = 2 << 30

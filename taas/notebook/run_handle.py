@@ -15,9 +15,10 @@ from taas.notebook.view.live_view import LiveDisplay, what_next
 from taas.notebook.view.tables import Shown, plain
 from taas.notebook.view.watched_run import render_run
 from taas.protocol.clients import RunRequest
+from taas.protocol.records import RunRecord
 from taas.runs.events import RankEvents, plain_form, read_arguments
 from taas.runs.reader import RunReader, finish
-from taas.runs.records import RunRecord, read_record
+from taas.runs.records import read_record
 from taas.supervisor import connections
 
 

@@ -34,8 +34,9 @@ from taas.notebook.view.tables import Shown
 from taas.notebook.view.watched_run import in_full
 from taas.project.wall.rescued import recover, rescued_versions, sort_writes
 from taas.protocol.clients import Prepare, Released, RunRequest, Stacks
+from taas.protocol.records import RunRecord
 from taas.runs.reader import LOOK_SECONDS, RunReader
-from taas.runs.records import RunRecord, find_run, of_notebook, read_records, unique_name
+from taas.runs.records import find_run, of_notebook, read_records, unique_name
 from taas.supervisor import connections
 
 _STOP_SECONDS = 12.0

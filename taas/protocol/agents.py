@@ -20,7 +20,7 @@ from taas.protocol.ranks import (
     RankUse,
     Workspace,
 )
-from taas.runs.stacks import RankSeen
+from taas.protocol.stacks import RankSeen
 
 How = Literal["interrupt", "failure", "now"]
 Said = TypeVar("Said")

@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from taas.engines import EngineChoice
+from taas.protocol.engines import EngineChoice
 from taas.protocol.framing import Memory, Message
 from taas.protocol.ranks import Answer, Cell, Workspace
-from taas.runs.records import RunRecord
-from taas.runs.stacks import StackGroup
+from taas.protocol.records import RunRecord
+from taas.protocol.stacks import StackGroup
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True):

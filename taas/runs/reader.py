@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from taas import errors
 from taas.base.wording import counted, named
 from taas.errors import CellFailed, RunLost
+from taas.protocol.records import RunRecord, output_folder
 from taas.runs.events import Output, RankEvents
-from taas.runs.records import RunRecord, output_folder, read_record
+from taas.runs.records import read_record
 
 POLL_SECONDS = 0.015  # between two looks for new output
 LOOK_SECONDS = 0.1  # between two looks at the record

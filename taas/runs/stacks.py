@@ -19,11 +19,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
-from typing import NamedTuple
 
 import msgspec
 
-from taas.base.wording import ranks_in_words
+from taas.protocol.stacks import Frame, RankSeen, StackGroup
 
 _SHOWN_FRAMES = 12
 _SOURCE_WIDTH = 70
@@ -32,61 +31,6 @@ SIGNAL = signal.SIGRTMIN + 11
 """A real-time signal that neither glibc, CUDA nor profilers use."""
 _fd = -1
 _folder = Path()
-
-
-class Frame(NamedTuple):
-    """One frame of a rank's main thread.
-
-    ``cell`` is the number n if the file is the cell ``In[n]``.
-    """
-
-    file: str
-    line: int
-    function: str
-    cell: int | None = None
-
-
-class RankSeen(NamedTuple):
-    """A rank as it looks from outside.
-
-    Attributes:
-        status: as psutil names it (``sleeping``, ``running``, ``stopped``, …), or ``gone``.
-        cpu: processor seconds it has used.
-        written: bytes of output it has written.
-        frames: innermost first; None if it was not asked or did not answer.
-        collective: the collective in which it waits, in the words of torch's flight recorder.
-    """
-
-    rank: int
-    pid: int
-    status: str
-    cpu: float
-    written: int
-    frames: tuple[Frame, ...] | None = None
-    collective: str = ""
-
-
-class StackGroup(msgspec.Struct, frozen=True):
-    """Ranks at the same place in their code, with their stack, the innermost line last.
-
-    ``odd``: they differ from the other ranks.
-    """
-
-    ranks: tuple[int, ...]
-    where: str
-    odd: bool = False
-    stack: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        mark = "   <- differs" if self.odd else ""
-        return f"{ranks_in_words(self.ranks)}: {self.where}{mark}"
-
-
-class Trouble(msgspec.Struct, frozen=True):
-    """What is wrong with a run that goes on, in one line, and where its ranks are."""
-
-    headline: str
-    places: tuple[StackGroup, ...] = ()
 
 
 def is_collective(frames: Sequence[Frame]) -> str | None:

@@ -26,7 +26,7 @@ from taas.protocol import deadlines
 from taas.protocol.clients import ClientHears
 from taas.protocol.curve import PREFIX, Gate, make_dealer, make_router, set_heartbeat
 from taas.protocol.framing import Message, MessageReader, Unreadable, pack
-from taas.runs.records import RunRecord
+from taas.protocol.records import RunRecord
 
 SOCKET, CONNECTION = "supervisor", "connection"
 """In the folder, where the supervisor listens, and a link to the file by which clients find it."""

@@ -14,12 +14,13 @@ import zmq
 from taas.base.poll_loop import WorkThread
 from taas.base.wording import counted
 from taas.config import DATA_VM
-from taas.engines import AgentConfig, Demand, Engine, EngineChoice
+from taas.engines import Engine
 from taas.engines.choice import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, RanksGone
 from taas.protocol import deadlines
 from taas.protocol.clients import Gpu, Submit
+from taas.protocol.engines import AgentConfig, Demand, EngineChoice
 from taas.protocol.framing import Alive, Leave
 from taas.supervisor.connections import ControlSocket
 from taas.supervisor.stages import ENDED

@@ -25,7 +25,8 @@ from taas.protocol import deadlines
 from taas.protocol.agents import LookAtRanks, RanksSeen
 from taas.protocol.clients import Stacks
 from taas.protocol.framing import Message
-from taas.runs.stacks import RankSeen, StackGroup, Trouble, fold, is_collective
+from taas.protocol.stacks import RankSeen, StackGroup, Trouble
+from taas.runs.stacks import fold, is_collective
 from taas.supervisor.stages import Stage
 
 if TYPE_CHECKING:

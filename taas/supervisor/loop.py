@@ -39,8 +39,9 @@ from taas.protocol.clients import (
 from taas.protocol.curve import make_short_folder
 from taas.protocol.framing import Message, MessageReader, Unreadable
 from taas.protocol.ranks import Answer
+from taas.protocol.records import Verdict
 from taas.rank.lifeline import KernelTie
-from taas.runs.records import Verdict, make_room, read_records
+from taas.runs.records import make_room, read_records
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet, KeptRanks
 from taas.supervisor.recorder import Recorder

@@ -21,7 +21,7 @@ from taas.protocol.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJ
 from taas.protocol.delivery_orders import DeliveryConfig
 from taas.protocol.framing import LOOPBACK, Memory, StoreAddress
 from taas.protocol.ranks import Answer, RankEnded, RankKept, RankOrder
-from taas.runs.records import Verdict
+from taas.protocol.records import Verdict
 from taas.supervisor.vms import Vm
 
 if TYPE_CHECKING:

@@ -16,16 +16,8 @@ from taas.protocol.agents import RanksUse
 from taas.protocol.clients import Submit
 from taas.protocol.framing import Memory
 from taas.protocol.ranks import Asking, RankKept, RankUse
-from taas.runs.records import (
-    ANSWER,
-    LOADERS,
-    PAYLOAD,
-    RunRecord,
-    Verdict,
-    keep,
-    new_folder,
-    write_record,
-)
+from taas.protocol.records import RunRecord, Verdict
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, keep, new_folder, write_record
 from taas.supervisor.stages import WORDS, Stage, check_step
 
 _RESERVE_BYTES = 64 << 10

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from taas.base.wording import counted
 from taas.errors import EngineError, NotEnoughDevices
 from taas.protocol.clients import Submit
-from taas.runs.records import Verdict
+from taas.protocol.records import Verdict
 from taas.supervisor.recorder import Recorder
 
 _MOST = 256

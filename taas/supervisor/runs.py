@@ -26,7 +26,7 @@ from taas.protocol.clients import RunState
 from taas.protocol.delivery_orders import ResumePoint
 from taas.protocol.framing import StoreAddress
 from taas.protocol.ranks import Asking, RankEnded, RankStage
-from taas.runs.records import output_folder
+from taas.protocol.records import output_folder
 from taas.supervisor.data_side import DataSide
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.rank_jobs import Findings, JobStage, RankJobs

@@ -18,14 +18,16 @@ from taas.agent.forkserver import read_at_import
 from taas.base.places import runtime_folder
 from taas.base.poll_loop import WorkThread
 from taas.base.process_log import log_message
-from taas.engines import Demand, Machine
+from taas.engines import Machine
 from taas.engines.local import LocalMachine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.protocol import deadlines
 from taas.protocol.agents import AgentUp
 from taas.protocol.clients import Gpu, Submit
+from taas.protocol.engines import Demand
 from taas.protocol.framing import Leave, Message
-from taas.runs.records import RunRecord, read_records
+from taas.protocol.records import RunRecord
+from taas.runs.records import read_records
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +122,7 @@ def demand_of(
 ) -> Demand:
     """Return what a run demands of each VM: instance type, GPUs, and the rest.
 
-    ``later``: as :class:`taas.engines.Demand` has it.
+    ``later``: as :class:`taas.protocol.engines.Demand` has it.
     """
     return Demand(
         instance,

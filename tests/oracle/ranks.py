@@ -27,7 +27,7 @@ from taas.protocol.agents import JobOver, StartJob
 from taas.protocol.clients import RunState, Submit
 from taas.protocol.framing import LOOPBACK, MessageReader, StoreAddress, pack
 from taas.protocol.ranks import RankEnded, RankKept, RankOrder
-from taas.runs.records import Verdict
+from taas.protocol.records import Verdict
 from taas.supervisor.recorder import Recorder
 
 __all__ = ["forkservers", "play"]

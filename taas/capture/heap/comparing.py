@@ -8,8 +8,9 @@ Each of three steps needs the one before:
    other contents by that, or is made anew as well.
 3. :func:`refuse` finds the objects that stay as they were because a part of them cannot travel.
 
-In a :class:`~taas.capture.heap.heap.Heap`, ``known`` is how many numbers the notebook knows. Numbers
-up to ``described`` existed right before the cell; some of these parts only this process knows.
+In a :class:`~taas.capture.heap.heap.Heap`, ``known`` is how many numbers the notebook knows.
+Numbers up to ``described`` existed right before the cell; some of these parts only this process
+knows.
 """
 
 from __future__ import annotations

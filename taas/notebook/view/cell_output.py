@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from taas.notebook.view.comms import KernelEnds
+from taas.protocol.records import RunRecord
 from taas.runs.events import Output, plain_form, read_arguments
 from taas.runs.reader import LOOK_SECONDS, RunReader
-from taas.runs.records import RunRecord
 
 _TOGETHER_SECONDS = 0.005
 """For that long after something was shown, output is collected, and then shown together."""

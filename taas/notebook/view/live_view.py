@@ -25,17 +25,10 @@ from taas.notebook.view.cell_output import CellOutput, follow, plain_among, say
 from taas.notebook.view.tables import Shown, line, mending, notification, status
 from taas.notebook.view.watched_run import render_run
 from taas.protocol.ranks import Answer, Asking
+from taas.protocol.records import RunRecord
 from taas.runs.events import COLLECTED
 from taas.runs.reader import LOOK_SECONDS, RunReader, finish
-from taas.runs.records import (
-    ANSWER,
-    LOADERS,
-    PAYLOAD,
-    RunRecord,
-    of_notebook,
-    open_kept,
-    read_records,
-)
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, of_notebook, open_kept, read_records
 from taas.supervisor import connections
 
 _DISPLAY_SECONDS = 1.0

@@ -15,8 +15,9 @@ from taas.base.wording import shown as on_one_line
 from taas.capture.settings.setup_cells import SetupCell
 from taas.config import Catalog
 from taas.header.options import SETTINGS
-from taas.runs.records import RunRecord, runs_root, unique_name
-from taas.runs.stacks import StackGroup, Trouble
+from taas.protocol.records import RunRecord, runs_root
+from taas.protocol.stacks import StackGroup, Trouble
+from taas.runs.records import unique_name
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
 _CELL_WIDTH, _WHERE_WIDTH = 44, 120

@@ -16,8 +16,8 @@ from taas.base.wording import ranks_in_words, size_in_words, visible
 from taas.base.wording import shown as on_one_line
 from taas.notebook.view.tables import STAYS_OPEN, Shown, fold, line, plain, table
 from taas.protocol.ranks import RankUse
+from taas.protocol.records import RunRecord
 from taas.runs.events import last_written
-from taas.runs.records import RunRecord
 
 _LINES, _WIDTH, _LAST_WIDTH = 20, 200, 70
 _DRAWN = 1 << 19
