@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from taas.capture import arrive, capture
+from taas.capture import arrive, capture, pack_answer
 
 SMALL = """
 import torch, torch.nn as nn, math, random
@@ -117,7 +117,7 @@ def _there_and_back(namespace: dict[str, Any], cell: str) -> None:
     rank = types.ModuleType("__main__").__dict__
     arrival = arrive(captured.fd, rank, device=None)
     arrival.mark()
-    answer = arrival.pack_answer(rank)
+    answer = pack_answer(arrival, rank)
     captured.apply(answer)
     os.close(answer)
     arrival.close()
@@ -143,7 +143,7 @@ def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
         rank = types.ModuleType("__main__").__dict__
         arrival = note("arrive", lambda c=captured, r=rank: arrive(c.fd, r, device=None))
         note("mark", arrival.mark)
-        answer = note("answer", lambda a=arrival, r=rank: a.pack_answer(r))
+        answer = note("answer", lambda a=arrival, r=rank: pack_answer(a, r))
         note("apply", lambda c=captured, a=answer: c.apply(a))
         note("plain", lambda: None)
         times["plain"][-1] = _plain(namespace, cell)

@@ -14,7 +14,7 @@ MEMORY = """
 import os, types
 from pathlib import Path
 import torch
-from taas.capture import arrive, capture
+from taas.capture import arrive, capture, pack_answer
 from taas.capture.describe import memory, tensors
 
 notebook, rank = types.ModuleType("__main__").__dict__, types.ModuleType("__main__").__dict__
@@ -36,7 +36,7 @@ def cell(setup, text, *, gpu_here=False, gpu_there=False):
     arrival.mark()
     exec(text, rank)
     tensors.memory_of_storage = on_gpu if gpu_there else plain_memory_of
-    return captured, arrival.pack_answer(rank)
+    return captured, pack_answer(arrival, rank)
 """
 
 GENERATORS = """
@@ -144,7 +144,7 @@ print(draw(0) == torch.rand(1, generator=torch.Generator().manual_seed(8)).item(
         """import types
 from pathlib import Path
 import torch
-from taas.capture import arrive, capture
+from taas.capture import arrive, capture, pack_answer
 
 notebook, rank = types.ModuleType("__main__").__dict__, types.ModuleType("__main__").__dict__
 exec("import torch\\nnet = torch.nn.Linear(2, 1)", notebook)
@@ -159,7 +159,7 @@ torch.__future__.set_swap_module_params_on_conversion(True)
 notebook["net"].to("meta")  # as if they had been on a GPU when they were captured
 for stretch in captured._memory.values():
     stretch.device = "cuda:0"
-applied = captured.apply(arrival.pack_answer(rank))
+applied = captured.apply(pack_answer(arrival, rank))
 state = notebook["opt"].state
 print(applied.lost, {one["exp_avg"].device.type for one in state.values()}, len(state))
 """,

@@ -14,7 +14,7 @@ import pytest
 from blocks import block
 from oracle import play, row
 
-from taas.capture import Arrival, Capture, arrive, capture, check_versions, peek
+from taas.capture import Arrival, Capture, arrive, capture, check_versions, pack_answer, peek
 from taas.errors import CaptureError, VersionMismatch
 
 pytestmark = pytest.mark.usefixtures("oracle")
@@ -36,7 +36,7 @@ class Round:
 
     def run(self, cell: str) -> Any:
         exec(cell, self.rank)
-        answer = self.arrival.pack_answer(self.rank)
+        answer = pack_answer(self.arrival, self.rank)
         try:
             return self.captured.apply(answer)
         finally:
@@ -448,7 +448,7 @@ def test_what_did_not_change_is_not_sent(rounds: Any) -> None:
     one = rounds(
         "import torch\nt = torch.ones(4 << 20); rows = [{'i': i} for i in range(1000)]", "t, rows"
     )
-    answer = one.arrival.pack_answer(one.rank)
+    answer = pack_answer(one.arrival, one.rank)
     header = peek(answer)
     assert (header.patches, header.names) == ((), ())
     assert os.fstat(answer).st_size < 20_000
@@ -459,7 +459,7 @@ def test_one_changed_page_is_sent_alone(rounds: Any) -> None:
     """Changes of memory are found by the page."""
     one = rounds("import torch\nt = torch.ones(64 << 20, dtype=torch.uint8)", "t")
     one.rank["t"][33 << 20] = 7
-    answer = one.arrival.pack_answer(one.rank)
+    answer = pack_answer(one.arrival, one.rank)
     assert os.fstat(answer).st_size < 1 << 20
     one.captured.apply(answer)
     os.close(answer)

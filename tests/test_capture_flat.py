@@ -90,7 +90,7 @@ import sys
 real = sys.getrefcount
 def counted(value): return {count}
 sys.getrefcount = counted
-from taas.capture import arrive, capture
+from taas.capture import arrive, capture, pack_answer
 from taas.capture.describe import flat
 import os, pathlib, types
 here, there = (types.ModuleType("__main__").__dict__ for _ in range(2))
@@ -109,7 +109,7 @@ exec('''
 row.append("row"); table[4].append("entry"); first.append("first"); seen.append("seen")
 new = [[n] for n in range(20)]; also = new[5]; also.append("new")
 ''', there)
-answer = arrival.pack_answer(there)
+answer = pack_answer(arrival, there)
 assert not captured.apply(answer).lost
 left = eval("rows[3], row, table[4], entry, pair[0], first, net.seen[1], seen, new[5], also", here)
 assert all(one is other for one, other in zip(left[::2], left[1::2])), left

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from test_capture_failures import Round
 
-from taas.capture import capture
+from taas.capture import capture, pack_answer
 from taas.errors import CaptureError
 
 MIB = 1 << 20
@@ -110,7 +110,7 @@ def test_what_can_be_mapped_comes_and_the_rest_is_named(made: str) -> None:
     one = Round(SMALL + "big = None", "net, small, np, torch")
     try:
         exec(f"big = {made}; net.append(1); small += 1; new = [2]", one.rank)
-        answer = one.arrival.pack_answer(one.rank)
+        answer = pack_answer(one.arrival, one.rank)
         with _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + 128 * MIB):
             applied = one.captured.apply(answer)
         assert one.notebook["net"] == [0, 1]

@@ -15,7 +15,7 @@ In a rank::
     arrival.prepare_shell(shell)
     ...                                      # run the cell
     wait_for_devices()                       # a late error of the GPU is the cell's
-    answer_fd = arrival.pack_answer(namespace, value)
+    answer_fd = pack_answer(arrival, namespace, value)
     ...                                      # the next cell: ``arrive(…, before=arrival)``
 """
 
@@ -23,6 +23,7 @@ from taas.capture.cells import check_syntax, python_of
 from taas.capture.describe.libraries import wait_for_devices
 from taas.capture.describe.process_bound import Place
 from taas.capture.heap.payload import PayloadHeader, check_versions, peek
+from taas.capture.moves.answering import pack_answer
 from taas.capture.moves.applying import NOTHING, Applied
 from taas.capture.moves.arriving import Arrival, arrive, rebind_answer
 from taas.capture.moves.capturing import Capture, capture
@@ -30,6 +31,6 @@ from taas.capture.moves.kept import Kept
 
 __all__ = [
     "NOTHING", "Applied", "Arrival", "Capture", "Kept", "PayloadHeader", "Place", "arrive",
-    "capture", "check_syntax", "check_versions", "peek", "python_of", "rebind_answer",
-    "wait_for_devices",
+    "capture", "check_syntax", "check_versions", "pack_answer", "peek", "python_of",
+    "rebind_answer", "wait_for_devices",
 ]  # fmt: skip

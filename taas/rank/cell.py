@@ -193,7 +193,7 @@ def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True
     done = ended.outcome == "done"
     try:
         value = value if done else capture.NOTHING
-        fd = arrival.pack_answer(sys.modules["__main__"].__dict__, value, last=last)
+        fd = capture.pack_answer(arrival, sys.modules["__main__"].__dict__, value, last=last)
     except BaseException as error:
         if done:
             return failed(ended.rank, error, lines_of(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from taas.capture.cells import keys_without_a_name, users_names
 from taas.capture.describe.flat import Lost
@@ -16,14 +16,19 @@ from taas.capture.describe.process_bound_libraries import renews
 from taas.capture.describe.process_own import tell_again
 from taas.capture.describe.reader import Reader, holds_shards, is_wrapper, stays
 from taas.capture.heap.comparing import compare, refuse, renumber
-from taas.capture.heap.heap import NAMESPACE, NO_STATE, Heap, culprit_of, summarize_attributes
+from taas.capture.heap.heap import (
+    NAMESPACE,
+    NO_STATE,
+    Heap,
+    culprit_of,
+    no_collection,
+    summarize_attributes,
+)
 from taas.capture.heap.payload import NoRoom, write_file
 from taas.capture.moves.applying import AS_BEFORE, NOTHING
+from taas.capture.moves.arriving import Arrival
 from taas.capture.settings.import_draws import imported_after
 from taas.capture.settings.process_state import not_brought
-
-if TYPE_CHECKING:
-    from taas.capture.moves.arriving import Arrival
 
 _SMALL = 4096
 """Bytes of a part that is not worth leaving behind."""
@@ -35,7 +40,21 @@ the id of the value that was reported.
 """
 
 
-class CellChanges:
+def pack_answer(
+    arrival: Arrival, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True
+) -> int:
+    """Write what a cell changed of its names into a sealed memfd, which the caller owns.
+
+    A rank with a GPU waits for the GPU before it calls this.
+
+    ``value`` is the value of the cell's last expression. If ``last`` is false, a later answer will
+    replace this one.
+    """
+    with no_collection():
+        return _CellChanges(arrival, namespace, value).write(last=last)
+
+
+class _CellChanges:
     """Compares the heap after a cell with the heap before it, and writes the answer."""
 
     def __init__(self, arrival: Arrival, namespace: dict[str, Any], value: Any) -> None:

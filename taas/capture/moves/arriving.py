@@ -30,8 +30,7 @@ from taas.capture.describe.reading import ATOMS
 from taas.capture.heap.building import Builder
 from taas.capture.heap.heap import Heap, no_collection
 from taas.capture.heap.payload import Payload
-from taas.capture.moves.answering import CellChanges
-from taas.capture.moves.applying import NOTHING, Applied, apply_answer
+from taas.capture.moves.applying import Applied, apply_answer
 from taas.capture.settings.import_draws import last_imported, put_back_draws_of
 from taas.capture.settings.process_state import ProcessState
 from taas.capture.settings.setup_cells import SetupCell, run_setup_cells
@@ -198,19 +197,6 @@ class Arrival:
         self.state.mark()
         self._marked = MemorySnapshot(self.memory.stretches, self._answered)
         self._answered = None  # it keeps memory alive that the notebook has let go
-
-    def pack_answer(
-        self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True
-    ) -> int:
-        """Write what the cell changed into a sealed memfd, which the caller owns.
-
-        A rank with a GPU waits for the GPU before it calls this.
-
-        ``value`` is the value of the cell's last expression. If ``last`` is false, a later answer
-        will replace this one.
-        """
-        with no_collection():
-            return CellChanges(self, namespace, value).write(last=last)
 
     def patches(self, reached: set[int] | None) -> Iterator[tuple[int, int, memoryview]]:
         """Yield region, start and bytes of each changed part of the notebook's memory.
