@@ -158,7 +158,7 @@ class PlannedBatchSampler(PlannedSampler):
 class DeliveredLoader(DataLoader[Any]):
     """A registered DataLoader in a rank.
 
-    Unpacking the names makes it (``registered.reduce_registered``).
+    Unpacking the names makes it (``registered.delivering``).
     """
 
     __taas_stays__ = True  # capture: the notebook keeps its own loader

@@ -8,10 +8,12 @@ loader has imported it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from taas.base.stand_ins import StandIn, standing_in
 from taas.errors import HeaderError
 from taas.protocol.framing import MessageReader
 
@@ -104,34 +106,22 @@ class _Itself:
         return self._loader.__reduce_ex__(protocol)
 
 
-_delivering: dict[int, tuple[Registration, LoaderParts]] = {}
-
-
-@contextlib.contextmanager
-def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
+def delivering(loaders: Iterable[Registration]) -> contextlib.AbstractContextManager[None]:
     """Let these loaders travel as DeliveredLoader while a cell with data workers is captured.
 
     A DeliveredLoader has the loader's parts.
     """
-    try:
-        for entry in loaders:
-            parts = take_apart(entry.loader)
-            if parts.plain:
-                parts.dataset = _Itself(entry.loader)
-            _delivering[id(entry.loader)] = entry, parts
-        yield
-    finally:
-        _delivering.clear()
+    return standing_in(
+        StandIn(entry.loader, partial(_reduce, entry, _parts_to_send(entry.loader)))
+        for entry in loaders
+    )
 
 
-def delivered_loaders() -> list[Any]:
-    """Return the loaders that are delivered to the run that is being captured."""
-    return [entry.loader for entry, _ in _delivering.values()]
-
-
-def is_delivered(cls: type) -> bool:
-    """Return whether a loader of this type is delivered to the run that is being captured."""
-    return any(type(entry.loader) is cls for entry, _ in _delivering.values())
+def _parts_to_send(loader: Any) -> LoaderParts:
+    parts = take_apart(loader)
+    if parts.plain:
+        parts.dataset = _Itself(loader)
+    return parts
 
 
 _KEPT = (
@@ -141,13 +131,11 @@ _KEPT = (
 )  # fmt: skip
 
 
-def reduce_registered(loader: Any) -> tuple[Any, ...] | None:
-    """Return the ``__reduce__`` tuple of a registered loader; None for other objects."""
-    if id(loader) not in _delivering:
-        return None
-    entry, parts = _delivering[id(loader)]
-    from taas.delivery.loader import DeliveredLoader  # imports torch, as the loader has
+def _reduce(entry: Registration, parts: LoaderParts) -> tuple[Any, ...]:
+    """Return the ``__reduce__`` tuple of what ranks get for a registered loader."""
+    from taas.delivery.loader import DeliveredLoader  # torch, which the loader has brought
 
+    loader = entry.loader
     attributes = {key: getattr(loader, key) for key in _KEPT if hasattr(loader, key)}
     attributes["dataset"] = parts.dataset
     attributes["generator"] = attributes["multiprocessing_context"] = None

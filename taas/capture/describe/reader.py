@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from taas.base.import_hooks import attribute_of, attributes_of, loaded
+from taas.base.stand_ins import may_have_stand_in, reduced
 from taas.capture.describe.code_by_value import (
     READERS,
     dispatch_table,
@@ -55,7 +56,6 @@ from taas.capture.describe.tensors import (
     is_tensor,
     tensor_reader,
 )
-from taas.delivery.registered import is_delivered, reduce_registered
 
 _ReaderOf = Callable[[Any], Reading | None]
 
@@ -109,10 +109,8 @@ class Reader:
             return holder
         if attribute_of_class(cls, "__taas_stays__"):
             return self._by_protocol
-        if is_delivered(cls):
-            return lambda value: read_reduced(
-                value, reduce_registered(value) or value.__reduce_ex__(4)
-            )
+        if may_have_stand_in(cls):
+            return lambda value: read_reduced(value, reduced(value))
         if self._unwrap and is_wrapper(cls):
             return lambda wrapper: Reading(itself, (wrapper.module,))
         with_memory = tensor_reader(cls) or array_reader(cls)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taas.base.import_hooks import AUTORELOAD, attributes_of, loaded, note_files
+from taas.base.stand_ins import objects_with_stand_in
 from taas.base.wording import first_line, shown, size_in_words
 from taas.capture.cells import (
     cell_numbers,
@@ -42,7 +43,6 @@ from taas.capture.moves.rank_values import rank_values, remember_rank_values
 from taas.capture.settings import process_state
 from taas.capture.settings.import_draws import known_modules
 from taas.capture.settings.setup_cells import setup_cells
-from taas.delivery.registered import delivered_loaders
 from taas.errors import CaptureError, HeaderError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Capture:
         words = needs.words | of_functions
         wrapping = Wrapping(cell, of_functions, described.namespace)
         roots = {name: n for name, n in described.roots.items() if name not in needs.others}
-        delivered = {id(loader) for loader in delivered_loaders()}
+        delivered = {id(loader) for loader in objects_with_stand_in()}
         fit = fit_of(self.heap, roots, delivered, size, words, wrapping, keep=keep)
         if fit.useless:
             sure = names_surely_needed(needs.sure, described.roots, self.heap, words)

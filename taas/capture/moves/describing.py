@@ -13,6 +13,7 @@ import types
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from taas.base.stand_ins import objects_with_stand_in
 from taas.capture.cells import is_of_ipython, keys_without_a_name, users_names
 from taas.capture.describe.code_by_value import global_names, words_in
 from taas.capture.describe.holders import holders, left_out, modules_reached
@@ -21,7 +22,6 @@ from taas.capture.describe.reader import Reader
 from taas.capture.heap.heap import Heap, culprit_of
 from taas.capture.moves.kept import Held
 from taas.capture.moves.names import ANY, Needs, names_used_by
-from taas.delivery.registered import delivered_loaders
 from taas.errors import CaptureError
 
 LARGE = 256 << 20
@@ -139,7 +139,7 @@ class Described:
         """
         namespace = self.namespace
         number = self.heap.number
-        found = [number[id(one)] for one in delivered_loaders() if id(one) in number]
+        found = [number[id(one)] for one in objects_with_stand_in() if id(one) in number]
         waiting = sorted(self._used_in(found))
         used, others = set[str](), set[str]()
         for name in waiting:  # the loop appends to it
