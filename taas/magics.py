@@ -152,7 +152,7 @@ def activate(shell: Any) -> None:
         _tell_late_header(shell)
         if hasattr(shell, "kernel"):
             # imported here, because an IPython without a kernel may lack the package comm
-            from taas.notebook.view.comms import let_comms_travel
+            from taas.rank.comms import let_comms_travel
 
             let_comms_travel()
 

@@ -13,14 +13,13 @@ import pickle
 import traceback
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 
+from taas.base import own_code
 from taas.errors import DeliveryError
 
-_OWN = f"{Path(__file__).parent.parent}/"
 _FETCHES = ("torch/utils/data/_utils/fetch.py", "torch/utils/data/_utils/worker.py")
 """torch's files between a data worker's frames and the user's."""
 
@@ -121,7 +120,7 @@ def _pack(error: BaseException, *, is_cause: bool) -> _Raised:
 def _users_lines(error: BaseException) -> list[_Line]:
     """Return the lines that an exception passed through, from the user's outermost line on."""
     lines = [_line_of(entry) for entry in entries_of(error.__traceback__)]
-    lines = [line for line in lines if not line.file.startswith(_OWN)]
+    lines = [line for line in lines if not line.file.startswith(own_code.FOLDER)]
     return [*itertools.dropwhile(lambda line: line.file.endswith(_FETCHES), lines)]
 
 

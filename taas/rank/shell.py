@@ -27,9 +27,9 @@ from traitlets.config import Config
 from taas.base.wording import fitting_lines, text_of
 from taas.capture.cells import magic_on_top
 from taas.capture.settings.process_state import ProcessState
-from taas.notebook.view.comms import open_comms_to
 from taas.protocol.ranks import Preparation
 from taas.rank.async_cells import LOOP_RUNNERS
+from taas.rank.comms import open_comms_to
 from taas.rank.debugger import leave_debuggers, show_users_frames
 from taas.rank.outlet import Outlet
 from taas.rank.users_traceback import hide_machinery

@@ -10,14 +10,13 @@ left out: the user, or we, may have to know where it came from.
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
 from types import TracebackType
 
+from taas.base import own_code
 from taas.base.import_hooks import is_installed
 from taas.delivery.failures import chain_of, entries_of, raise_remote
 
-_TAAS = f"{Path(__file__).parents[1]}/"
-_DELIVERY = f"{_TAAS}delivery/"
+_DELIVERY = f"{own_code.FOLDER}delivery/"
 _FROZEN = "<frozen "
 """Python leaves the frames of its own import out, unless another loader's stand between them."""
 
@@ -46,7 +45,7 @@ def hide_machinery(error: BaseException | None) -> None:
         shown = []
         for number, entry in enumerate(entries):
             file = _file_of(entry)
-            hidden = number < users and file.startswith((_TAAS, _FROZEN))
+            hidden = number < users and file.startswith((own_code.FOLDER, _FROZEN))
             if not hidden and not (is_remote and file.startswith(_DELIVERY)):
                 shown.append(entry)
         if len(shown) == len(entries):
@@ -69,7 +68,7 @@ def _place_of_users_code(error: BaseException, entries: list[TracebackType]) -> 
 
 def _is_users(file: str) -> bool:
     """Tell whether code in a file is the user's: neither of taas, nor of Python, nor installed."""
-    return not file.startswith((_TAAS, _FROZEN)) and not is_installed(file)
+    return not file.startswith((own_code.FOLDER, _FROZEN)) and not is_installed(file)
 
 
 def _file_of(entry: TracebackType) -> str:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_OURS = str(Path(__file__).resolve().parents[1]) + "/"
+from taas.base import own_code
+
 _Show = Callable[[warnings.WarningMessage], None]
 
 
@@ -27,9 +27,11 @@ def install() -> None:
 
 def _passing_over(native: _Show) -> _Show:
     def show(message: warnings.WarningMessage) -> None:
-        ours = _named_frame(message.filename) if message.filename.startswith(_OURS) else None
+        ours = (
+            _named_frame(message.filename) if message.filename.startswith(own_code.FOLDER) else None
+        )
         caller = ours
-        while caller is not None and caller.f_code.co_filename.startswith(_OURS):
+        while caller is not None and caller.f_code.co_filename.startswith(own_code.FOLDER):
             caller = caller.f_back
         if ours is None or caller is None:  # nobody else has called it
             native(message)

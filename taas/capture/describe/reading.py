@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from taas.base import own_code
 from taas.base.import_hooks import attributes_of, may_be_of_project
 from taas.capture.describe.process_own import keep_own
 
@@ -258,12 +259,11 @@ def import_or_stand_in(name: str) -> types.ModuleType:
         return found or MissingModule(name, error.with_traceback(_in_module(error.__traceback__)))
 
 
-_TAAS = f"{Path(__file__).parents[2]}/"
-
-
 def _in_module(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the part of an import's traceback that is in modules, without the frames' values."""
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith((_TAAS, "<frozen ")):
+    """Return the part of an import's traceback that is in modules, without the values in it."""
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(
+        (own_code.FOLDER, "<frozen ")
+    ):
         tb = tb.tb_next
     traceback.clear_frames(tb)
     return tb

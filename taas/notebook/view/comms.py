@@ -1,21 +1,14 @@
-"""Widgets in ranks: their messages to the front end, and the kernel's ends of their channels.
+"""Widgets of ranks in the kernel: the kernel's ends of their comms.
 
-A widget has a *comm*, a channel to its model in the front end, which draws it. The messages of a
-rank's widget go where displays go, and the cell passes them on as the kernel's own. The rank ends
-with the cell. So the kernel makes a *twin* of each widget, as it does of a widget that the front
-end opens: a reloaded page asks the kernel for all states, and users move sliders when the rank is
-gone. A twin has its model's state and does nothing of its own.
-
-A comm that travels with its widget, either way, becomes the comm with the same id there.
-
-An ``Output`` widget captures what is shown for one request to the kernel. A rank does not know the
-request that its cell is, or is attached by; it says a placeholder, and the kernel puts the id.
+The cell passes on the messages of a rank's widget (rank/comms.py) as the kernel's own. The rank
+ends with the cell. So the kernel makes a *twin* of each widget, as it does of a widget that the
+front end opens: a reloaded page asks the kernel for all states, and users move sliders when the
+rank is gone. A twin has its model's state and does nothing of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +19,7 @@ from comm.base_comm import BaseComm
 
 from taas.base.import_hooks import loaded
 from taas.base.wording import shown, text_of
+from taas.rank.comms import THIS_CELL, end_of_comm
 
 _WIDGETS = "jupyter.widget"
 """The comm target of ipywidgets."""
@@ -33,90 +27,6 @@ _CLASS = tuple(
     f"_{of}_{what}" for of in ("model", "view") for what in ("module", "module_version", "name")
 )
 """Keys of a model's state that name its class, in the order in which ipywidgets asks for them."""
-
-_THIS_CELL = "taas-this-cell"
-"""Stands in a rank for the id of the request whose output an ``Output`` widget captures."""
-
-Publish = Callable[..., None]
-
-
-# ---------------------------------------------------------------- in a rank
-
-
-class _Requests:
-    """What an ``Output`` widget asks of a kernel."""
-
-    def get_parent(self) -> dict[str, Any]:
-        """Return the request that is served now."""
-        return {"header": {"msg_id": _THIS_CELL}}
-
-
-class _RankComm(BaseComm):
-    """A comm whose messages go out with the rank's displays.
-
-    No reply comes while the cell runs, as in a notebook.
-    """
-
-    __qualname__ = "BaseComm"  # as the kernel's: a check of what comes back compares it
-    publish: Publish
-    kernel = _Requests()
-
-    def publish_msg(
-        self,
-        msg_type: str,
-        data: dict[str, Any] | None = None,
-        metadata: dict[str, Any] | None = None,
-        buffers: list[bytes] | None = None,
-        **keys: Any,
-    ) -> None:
-        """Send one message: ``comm_open``, ``comm_msg`` or ``comm_close``."""
-        self.publish(
-            comm_id=self.comm_id,
-            msg_type=msg_type,
-            data=data or {},
-            metadata=metadata or {},
-            buffers=[bytes(buffer) for buffer in buffers or ()],
-            keys=keys,
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reduce_comm(self)
-
-
-def open_comms_to(publish: Publish) -> None:
-    """Let libraries of this process open comms, whose messages go to ``publish``."""
-    _RankComm.publish = staticmethod(publish)
-    comm.create_comm = _RankComm
-
-
-# ---------------------------------------------------------------- travelling
-
-
-def let_comms_travel() -> None:
-    """Let pickles of this process hold the kernel's comms, with the widgets that have them."""
-    try:
-        from ipykernel.comm.comm import BaseComm as KernelComm
-    except ImportError:  # ipykernel before 6.18 has comms of its own
-        return
-    copyreg.pickle(KernelComm, _reduce_comm)
-
-
-def _reduce_comm(end: BaseComm) -> tuple[Any, ...]:
-    callbacks = {name: vars(end)[name] for name in ("_msg_callback", "_close_callback")}
-    return _end_of, (end.comm_id, end.target_name), callbacks
-
-
-def _end_of(comm_id: str, target_name: str) -> BaseComm:
-    """Return this process's end of a comm that is already open."""
-    manager = comm.get_comm_manager()
-    end = manager.comms.get(comm_id)
-    if end is None:
-        end = comm.create_comm(comm_id=comm_id, target_name=target_name, primary=False)
-        manager.register_comm(end)
-    return end
-
-
-# ---------------------------------------------------------------- in the kernel
 
 
 class KernelEnds:
@@ -144,7 +54,7 @@ class KernelEnds:
         """Pass a message on to the front end, and to the widget's twin.
 
         Args:
-            said: the arguments that :func:`open_comms_to` gave to ``publish``.
+            said: the arguments that :func:`taas.rank.comms.open_comms_to` gave to ``publish``.
         """
         comm_id, opens = said["comm_id"], said["msg_type"] == "comm_open"
         known = comm_id in comm.get_comm_manager().comms
@@ -152,7 +62,7 @@ class KernelEnds:
             self._opened.add(comm_id)
         elif opens or not known or not (self._live or comm_id in self._opened):
             return  # it was shown before, and may be shown elsewhere now; or it is closed
-        end = _end_of(comm_id, said["keys"].get("target_name", ""))
+        end = end_of_comm(comm_id, said["keys"].get("target_name", ""))
         self._note_capture(comm_id, said["data"].get("state", {}))
         if said["msg_type"] == "comm_close":
             self.capturing.discard(comm_id)
@@ -176,7 +86,7 @@ class KernelEnds:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        if state["msg_id"] == _THIS_CELL:
+        if state["msg_id"] == THIS_CELL:
             state["msg_id"] = self._request()
             self.capturing.add(comm_id)
         else:

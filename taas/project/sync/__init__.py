@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from taas.base import linux
+from taas.base import linux, own_code
 from taas.project.wall.boundary import HOME_CACHES, resolve_beneath
 
 _CACHES = (*HOME_CACHES, ".local", ".conda")
@@ -35,7 +35,7 @@ def kept_places(project: str, own: str = "") -> list[str]:
 
     ``own`` may be such a directory of taas.
     """
-    taas = str(Path(__file__).resolve().parents[3])
+    taas = str(Path(own_code.FOLDER).parent)
     here = [
         own,
         sys.prefix,
