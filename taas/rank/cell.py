@@ -12,7 +12,7 @@ from bdb import BdbQuit
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -24,11 +24,9 @@ from taas.protocol.framing import Memory
 from taas.protocol.ranks import RankEnded, RankOrder, RankStage, RankStart
 from taas.rank.agent_link import AgentLink, Keyboard
 from taas.rank.outlet import Outlet
+from taas.rank.prepared import Prepared
 from taas.rank.users_traceback import lines_of
 from taas.rank_storage import Guard
-
-if TYPE_CHECKING:
-    from taas.rank.entry import Prepared
 
 _LATE_SECONDS = 5.0
 """Threads that take longer after the cell's last line are named."""
