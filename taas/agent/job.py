@@ -14,28 +14,49 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import msgspec
 
-from taas.agent.forkserver import fork
+from taas.agent.forkserver import Forkserver, fork
 from taas.agent.processes import ForkedProcess
+from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import ProjectArrival, Staging, log_of
 from taas.base.places import no_room
 from taas.protocol.agents import WITH_FORKSERVER, EndJob, How, JobOver, JobSays, OfJob, StartJob
 from taas.protocol.chunks import Chunk, Sender, Taken
 from taas.protocol.delivery_orders import DataOrder
+from taas.protocol.engines import AgentConfig
 from taas.protocol.framing import Message
 from taas.protocol.ranks import RankKept, Staged
-
-if TYPE_CHECKING:
-    from taas.agent.loop import Agent
 
 logger = logging.getLogger(__name__)
 
 _AS_A_C1_4 = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class JobsAgent(Protocol):
+    """What a job needs of the agent that has it (agent/loop.py)."""
+
+    config: AgentConfig
+    forkserver: Forkserver
+    spares: Spares
+    kept: KeptProcesses
+
+    def say(self, message: Message) -> None:
+        """Send a message to the supervisor."""
+
+    def on(self, source: Any, call: Callable[[], object]) -> None:
+        """Call this whenever a descriptor is readable."""
+
+    def off(self, source: Any) -> None:
+        """Watch a descriptor no more."""
+
+    def sweep(self) -> None:
+        """End what dead processes have left, if no cell runs."""
 
 
 class Job:
@@ -48,7 +69,7 @@ class Job:
             is nothing to send.
     """
 
-    def __init__(self, order: StartJob, agent: Agent) -> None:
+    def __init__(self, order: StartJob, agent: JobsAgent) -> None:
         self.processes: list[ForkedProcess] = []
         self.begun = self.over = self._swept = False
         self.sender = Sender(self._say)
@@ -199,7 +220,7 @@ class DataJob(Job):
 
     _UNBEGUN = "ended before it began"
 
-    def __init__(self, order: StartJob, agent: Agent) -> None:
+    def __init__(self, order: StartJob, agent: JobsAgent) -> None:
         super().__init__(order, agent)
         assert isinstance(order.work, DataOrder)
         self._work = order.work

@@ -11,11 +11,10 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from taas.agent.job import Job
+from taas.agent.job import Job, JobsAgent
 from taas.agent.looks import Look, RankUsage, last_words
 from taas.agent.processes import ForkedProcess, MadeAhead, RankProcess, bury_orphans
 from taas.agent.rank_endings import Ending, Rank
@@ -41,10 +40,6 @@ from taas.protocol.ranks import (
     preparation_of,
 )
 
-if TYPE_CHECKING:
-    from taas.agent.loop import Agent
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +53,7 @@ def _expected(start: RankStart, modules: tuple[str, ...], scratch: str) -> GetRe
 class RankJob(Job):
     """All ranks of a run on this VM; ``stays``: they were kept for the next run."""
 
-    def __init__(self, order: StartJob, agent: Agent) -> None:
+    def __init__(self, order: StartJob, agent: JobsAgent) -> None:
         super().__init__(order, agent)
         assert isinstance(order.work, RankOrder)
         self._work = order.work
