@@ -115,7 +115,7 @@ def _length_before(block: bytes, end: int) -> int:
     return length
 
 
-class _Stream(IntEnum):
+class _TextSource(IntEnum):
     """Who wrote a text; each source may end its last text within a character."""
 
     PYTHON_STDOUT = 0
@@ -129,7 +129,10 @@ class _Stream(IntEnum):
         return KINDS[self % 2]
 
 
-_OF_RECORDS = _Stream.PYTHON_STDOUT, _Stream.PYTHON_STDERR  # records of these kinds are their texts
+_OF_RECORDS = (
+    _TextSource.PYTHON_STDOUT,
+    _TextSource.PYTHON_STDERR,
+)  # records of these kinds are their texts
 
 
 class _Outputs:
@@ -137,13 +140,13 @@ class _Outputs:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in _Stream]
-        self._source = _Stream.PYTHON_STDOUT
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in _TextSource]
+        self._source = _TextSource.PYTHON_STDOUT
         self._bodies: list[bytes] = []  # of this source, not decoded yet
         self._texts: list[str] = []  # of this source's kind, before these
         self._found: list[Output] = []
 
-    def add_text(self, source: _Stream, body: bytes) -> None:
+    def add_text(self, source: _TextSource, body: bytes) -> None:
         """Add bytes of a stream."""
         if source is not self._source:
             self._decode()
@@ -283,7 +286,7 @@ class RankEvents:
         Returns how many bytes were taken, about ``limit`` at most.
         """
         taken = 0
-        sources = _Stream.C_STDOUT, _Stream.C_STDERR
+        sources = _TextSource.C_STDOUT, _TextSource.C_STDERR
         for source, file, size in zip(sources, self._c_files, sizes, strict=True):
             while file.offset < size and taken < limit:
                 data = file.peek(min(_BLOCK, size - file.offset))
@@ -304,7 +307,7 @@ class RankEvents:
         )
 
     def _say(self, fact: str) -> None:
-        self._outputs.add_text(_Stream.PYTHON_STDERR, f"taas: {fact}\n".encode())
+        self._outputs.add_text(_TextSource.PYTHON_STDERR, f"taas: {fact}\n".encode())
 
     def skip(self) -> bool:
         """Skip everything except the last output; return whether that was found.
