@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 import shutil
@@ -296,22 +297,30 @@ def test_without_the_option_nobody_is_notified(notebook: Notebook) -> None:
 
 
 CUT_OFF = {
-    "in the foreground, the kernel killed": ("", "lost: the notebook's kernel ended"),
-    "in the background, going on": (" --background", "running"),
+    "the kernel killed": ("", "lost: the notebook's kernel ended"),
+    "the kernel killed, beside a background run": ("", "interrupted"),
+    "going on in the background": (" --background", "running"),
+    # what the run shows of that, a front end that restarts its kernel does not show any more
+    "interrupted by a restart": ("", "interrupted"),
+    "done when the page was closed": ("", "done"),
+    "failed when the page was closed": ("", "failed: rank 0: ValueError: at night"),
 }
 
 
 @pytest.mark.parametrize("run", CUT_OFF)
 def test_the_next_kernel_of_a_notebook_mends_its_lines(tmp_path: Path, run: str) -> None:
-    """A line that its kernel left says that it may be stale.
+    """A line that its kernel left, or that its page saved too early, says that it may be stale.
 
     The next kernel has the page show what became of the run.
     """
     options, said = CUT_OFF[run]
-    environ = {"JPY_SESSION_NAME": str(tmp_path / "book.ipynb")}
+    book = tmp_path / "book.ipynb"
+    environ = {"JPY_SESSION_NAME": str(book)}
     first = Notebook(tmp_path, environ=environ)
     try:
         first.good("%load_ext taas")
+        if "beside" in run:
+            first.good("#pragma taas --gpus 1 --background\n" + GATED.format(gate="go-on"))
         first.start(
             block(f"""
                 #pragma taas --gpus 1{options} --name cut
@@ -319,6 +328,7 @@ def test_the_next_kernel_of_a_notebook_mends_its_lines(tmp_path: Path, run: str)
                 print('ready', flush=True)
                 from pathlib import Path
                 while not Path('go-on').exists(): time.sleep(0.02)
+                if Path('go-on').read_text(): raise ValueError('at night')
             """)
         )
         if options:
@@ -329,17 +339,25 @@ def test_the_next_kernel_of_a_notebook_mends_its_lines(tmp_path: Path, run: str)
             first.wait_for("ready")
             first.wait_for_line("running")
         shown = [*first._ran.displays, *first._ran.updates][-1]["data"]["text/html"]
+        if "page" in run:
+            book.write_text(json.dumps(shown))
+            (tmp_path / "failing").write_text("now" if "failed" in run else "")
+            (tmp_path / "failing").rename(tmp_path / "go-on")
+            first.end()
+        elif "interrupted" in run:
+            first.interrupt()
+            first.end()
         first.kill()
     finally:
         first.close()
-    [line] = re.findall(r'data-taas-line="(\w+)"', shown)
+    [run_id] = re.findall(r'data-taas-run="(\w+)"', shown)
     assert "may be stale: not updated since" in shown
     second = Notebook(tmp_path, environ=environ)
     try:
         second.start("%load_ext taas")
         mended = heard(second, "outerHTML")["text/html"]
         second.end()
-        assert line in mended
+        assert run_id in mended
         assert f"cut {said}" in html.unescape(mended)
         (tmp_path / "go-on").touch()
         until(lambda: not any(record.live for record in read_records()))

@@ -427,7 +427,7 @@ def test_a_curve_and_a_bar(room: Room) -> None:
 def test_a_notebook_that_is_opened_again(room: Room) -> None:
     """In the middle of a run it says where the rest is.
 
-    Attach shows it, in this kernel and in a new one.
+    Attach shows it, in this kernel and in a new one, and has the line say how the run ended.
     """
     person = room.opens("again")
     person.enter("%load_ext taas\nfrom tqdm.notebook import tqdm")
@@ -455,6 +455,9 @@ def test_a_notebook_that_is_opened_again(room: Room) -> None:
     person.enter("%taas attach long")
     person.sees("the names of long are in this notebook")
     sync_api.expect(person.cell("the names of long")).to_contain_text("the rest", timeout=_PATIENCE)
+    started = person.output().filter(has_text="begun", has_not_text="the rest")
+    sync_api.expect(started).to_contain_text("long done", timeout=_PATIENCE)
+    sync_api.expect(started).not_to_contain_text("long running")
     person.photograph("attached")
     person.restarts()
     person.enter("%load_ext taas\n%taas attach long")
@@ -463,6 +466,44 @@ def test_a_notebook_that_is_opened_again(room: Room) -> None:
         "3/3", timeout=_PATIENCE
     )
     person.photograph("attached-anew")
+
+
+@pytest.mark.parametrize("ends", ["by the interrupt", "well", "late"])
+def test_a_kernel_that_is_restarted_in_the_middle_of_a_run(room: Room, ends: str) -> None:
+    """JupyterLab interrupts the run, and shows nothing of its end: the next kernel does.
+
+    A run in the background goes on, and its line says so.
+    """
+    person = room.opens("restarted")
+    options = " --background" if ends == "late" else ""
+    swallows = "ValueError" if ends == "by the interrupt" else "KeyboardInterrupt"
+    person.enter("%load_ext taas")
+    person.enter(
+        block(f"""
+            #pragma taas --gpus 2 --name cut{options}
+            import time
+            from pathlib import Path
+            try:
+                print('begun', flush=True)
+                while not Path('late').exists(): time.sleep(0.05)
+            except {swallows}:
+                print('saved')
+        """)
+    )
+    person.sees("cut running")
+    if not options:
+        person.sees("begun")
+    person.restarts()
+    person.enter("%load_ext taas")
+    said = {"by the interrupt": "cut interrupted", "well": "cut done", "late": "cut running"}
+    person.sees(said[ends])
+    lines = person.output().filter(has_text="cut ")
+    sync_api.expect(lines).to_have_count(1, timeout=_PATIENCE)
+    person.photograph("mended")
+    if options:
+        (room.project / "late").touch()
+        person.enter("%taas attach cut")
+        sync_api.expect(lines.first).to_contain_text("cut done", timeout=_PATIENCE)
 
 
 def test_a_notification_of_the_end(room: Room) -> None:

@@ -168,7 +168,7 @@ class RunHandle:
         if self._value:
             ends = f"; .stop(), or %taas stop {name}, ends it" if record.live else ""
             hints = f".result() of this handle is what it returned{ends}"
-        return render_run(record) + plain(hints), record.live
+        return render_run(record, hints=hints), record.live
 
     def __repr__(self) -> str:
         return self._shown()[0].text

@@ -55,6 +55,7 @@ class RunRecord(Verdict, kw_only=True):
             ``except`` and ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or has lost its last data VM; while it
             is ``finishing``, where its ranks stand.
+        interrupted: somebody has interrupted it, however it ended then.
         submitted, ended: seconds since the epoch, 0 before.
         losses: what was lost before each restart, one line for the user each.
         notices: lines for the user.
@@ -78,6 +79,7 @@ class RunRecord(Verdict, kw_only=True):
     gpus: tuple[str, ...] = ()
     state: str = "acquiring"
     waiting: str = ""
+    interrupted: bool = False
     submitted: float = msgspec.field(default_factory=time.time)
     ended: float = 0.0
     restarts: int = 0

@@ -311,6 +311,7 @@ class Run:
         self.loss = ""
         if self.stage not in UNDER_WAY:
             return
+        self.recorder.note(interrupted=True)
         if self.found.presses > 1:
             self._end_ranks(Stage.ENDING, "now")
         elif self.stage is not Stage.ENDING:
@@ -323,6 +324,7 @@ class Run:
     def abandon(self) -> None:
         """End the run, since its client is gone and nobody takes its names."""
         self.found.interrupted = True
+        self.recorder.note(interrupted=True)
         self.loss = ""
         if self.stage in UNDER_WAY:
             self._end_ranks(Stage.ENDING, "failure", names=False)

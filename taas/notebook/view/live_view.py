@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Self
 
 from IPython.core.error import StdinNotImplementedError
@@ -22,7 +24,15 @@ from taas.capture.moves.collected import collect
 from taas.delivery.registered import apply_final
 from taas.notebook import pending
 from taas.notebook.view.cell_output import CellOutput, follow, plain_among, say
-from taas.notebook.view.tables import Shown, line, mending, notification, status
+from taas.notebook.view.tables import (
+    Shown,
+    line,
+    mendable,
+    mending,
+    notification,
+    plain,
+    status,
+)
 from taas.notebook.view.watched_run import render_run
 from taas.protocol.ranks import Answer, Asking
 from taas.protocol.records import RunRecord
@@ -35,6 +45,8 @@ _DISPLAY_SECONDS = 1.0
 """Seconds between two updates of a view, unless there is news that a person waits for."""
 _MOST_MENDED, _MEND_SECONDS = 20, 10.0
 """The most lines of earlier kernels that are updated; seconds until their foreground runs end."""
+_GOES_ON = re.compile(rb'data-taas-run=\\"(\w+)\\"')
+"""The mark of :func:`taas.notebook.view.tables.mendable`, as a notebook's file has it."""
 _TURN_SECONDS = 0.3
 """For that long after a reply the next question is expected of the same rank: a debugger asks again
 and again.
@@ -214,6 +226,15 @@ class RunView:
         self.show_line(record, at_once=True)
         say(*record.notices)
 
+    def mend(self) -> None:
+        """Have the page replace the run's line in the cell that started it.
+
+        A page that was loaded again in the middle of the run does not update that line.
+        """
+        if self._display is not None:
+            record = self.reader.record
+            self._shell.display_pub.publish(mending({record.id: _mended_view(record)}))
+
 
 _notified: set[str] = set()
 
@@ -273,10 +294,11 @@ def mend_lines(shell: Any, notebook: str, project: str) -> None:
 
 def _mend(shell: Any, notebook: str, project: str) -> None:
     me = ProcessMark.of(os.getpid())
+    going_on = _going_on_in(notebook)
     found = [
         record
         for record in of_notebook(read_records(), me.pid, notebook, project)
-        if record.kernel != me and (record.background or record.live or record.outcome == "lost")
+        if record.kernel != me and _may_have_been_left(record, going_on)
     ]
     readers = [RunReader(record, ()) for record in found[-_MOST_MENDED:]]
     until = time.monotonic() + _MEND_SECONDS
@@ -285,7 +307,40 @@ def _mend(shell: Any, notebook: str, project: str) -> None:
             reader.wait(LOOK_SECONDS)
             reader.look()
     if readers:
-        shell.display_pub.publish(mending([reader.record for reader in readers]))
+        found = [reader.record for reader in readers]
+        shell.display_pub.publish(mending({record.id: _mended_view(record) for record in found}))
+
+
+def _going_on_in(notebook: str) -> Collection[str]:
+    """Return the ids of runs that the notebook's file shows as going on.
+
+    A page that was closed or loaded again in the middle of a run has saved them so, however well
+    the run ended.
+    """
+    try:
+        content = Path(notebook).read_bytes()
+    except OSError:  # the front end does not say its path, or it was never saved
+        return ()
+    return {found.decode() for found in _GOES_ON.findall(content)}
+
+
+def _may_have_been_left(record: RunRecord, going_on: Collection[str]) -> bool:
+    """Tell whether the page may show an earlier kernel's run as it was in the middle of it.
+
+    A front end that restarts a kernel interrupts its run first. It shows nothing of the run's end,
+    however that was, because it has let go of the cell already.
+    """
+    goes_on = record.background or record.live
+    cut_off = record.interrupted or record.outcome == "lost"
+    return goes_on or cut_off or record.id in going_on
+
+
+def _mended_view(record: RunRecord) -> Shown:
+    """Return the view of an earlier kernel's run, without its ranks, which may be thousands."""
+    view = line(record)
+    if record.background:
+        view += plain(what_next(record))
+    return mendable(record, view)
 
 
 class LiveDisplay:
@@ -359,6 +414,7 @@ def attach(record: RunRecord, shell: Any) -> None:
             return
         view.output.settle()
         view.end()
+        view.mend()
         given = pending.find(record)
         captured, loaders = (None, []) if given is None else (given.captured, given.loaders)
         # the loaders' generators continue from where the run left them

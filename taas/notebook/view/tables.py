@@ -134,12 +134,19 @@ def _stale(now: float) -> str:
     )
 
 
-def mending(records: Sequence[RunRecord]) -> dict[str, str]:
-    """Return a script that replaces the lines of earlier kernels' runs by their present state."""
-    lines = json.dumps({record.id: line(record).html for record in records}).replace("<", "\\u003c")
+def mendable(record: RunRecord, view: Shown) -> Shown:
+    """Mark the view of a run that goes on, so that :func:`mending` can replace all of it."""
+    if not record.live:
+        return view
+    return Shown(view.text, f'<div data-taas-run="{record.id}">{view.html}</div>')
+
+
+def mending(views: Mapping[str, Shown]) -> dict[str, str]:
+    """Return a script that replaces views of runs, by their ids, which nobody updates any more."""
+    said = json.dumps({run: view.html for run, view in views.items()}).replace("<", "\\u003c")
     script = (
-        f"for(const [id,line] of Object.entries({lines}))"
-        'document.querySelectorAll(`[data-taas-line="${id}"]`).forEach(e=>{e.outerHTML=line})'
+        f"for(const [id,view] of Object.entries({said}))"
+        'document.querySelectorAll(`[data-taas-run="${id}"]`).forEach(e=>{e.outerHTML=view})'
     )
     return {"text/plain": "", "text/html": f"<script>{script}</script>"}
 
@@ -233,10 +240,9 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
     quiet = " · ".join(["", *filter(None, parts)])
     dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
     goes_on = record.live and not record.questions  # a question to a person stops the updates
-    mark = f' data-taas-line="{record.id}"' if record.live else ""
     shown = Shown(
         head + quiet,
-        f"<div{mark}><b>{html.escape(head)}</b>{dim}{_stale(now) if goes_on else ''}</div>",
+        f"<div><b>{html.escape(head)}</b>{dim}{_stale(now) if goes_on else ''}</div>",
     )
     if note := _note(record):
         shown += Shown(f"  {note}", plain(note).html)

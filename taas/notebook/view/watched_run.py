@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from taas.base.wording import ranks_in_words, size_in_words, visible
 from taas.base.wording import shown as on_one_line
-from taas.notebook.view.tables import STAYS_OPEN, Shown, fold, line, plain, table
+from taas.notebook.view.tables import STAYS_OPEN, Shown, fold, line, mendable, plain, table
 from taas.protocol.ranks import RankUse
 from taas.protocol.records import RunRecord
 from taas.runs.events import last_written
@@ -52,21 +52,24 @@ class _Written(NamedTuple):
         return f"<pre>{lines}</pre>{shown}" if shown or len(self.lines) > 1 else ""
 
 
-def render_run(record: RunRecord, now: float | None = None) -> Shown:
+def render_run(record: RunRecord, now: float | None = None, *, hints: str = "") -> Shown:
     """Show the run's line, with the remaining time if it is known, and the folded rows.
 
-    ``now``: as in :func:`line`.
+    ``now``: as in :func:`line`. ``hints``: what a person can type, which stands below.
 
     For a live run of many ranks, this is called each second, and reads what only some of them
     wrote.
     """
     ranks = _written_by(record, _read_each_second(record))
-    above = line(record, now, _seconds_left(record, ranks[0]))
-    if not record.use and not any(written and written.lines for written in ranks):
-        return above
-    busy = f"{record.busy:.0f} % busy · " if record.live and record.busy is not None else ""
-    below = fold(record.id, f"{busy}each rank's state, use and output", _rows(record, ranks).html)
-    return Shown(above.text, f"{above.html}{below}{STAYS_OPEN}")
+    view = line(record, now, _seconds_left(record, ranks[0]))
+    if record.use or any(written and written.lines for written in ranks):
+        busy = f"{record.busy:.0f} % busy · " if record.live and record.busy is not None else ""
+        rows = _rows(record, ranks).html
+        below = fold(record.id, f"{busy}each rank's state, use and output", rows)
+        view = Shown(view.text, f"{view.html}{below}{STAYS_OPEN}")
+    if hints:
+        view += plain(hints)
+    return mendable(record, view)
 
 
 def in_full(record: RunRecord) -> Shown:
