@@ -79,6 +79,10 @@ PROBLEMS = {
     "#pragma taas--gpus 8\n": "type #pragma taas --gpus 8",
     "#taas --gpus 8\n": "type #pragma taas --gpus 8",
     "x = 1\n# taas --gpus 4": "line 2",
+    "%pragma taas --gpus 4\nx = 1": "is no magic: type #pragma taas --gpus 4",
+    "\n%%pragma taas --gpus 4\nx = 1": "is no magic: type #pragma taas --gpus 4",
+    "% pragma taas\nx = 1": "is no magic: type #pragma taas",
+    "%PRAGMA TAAS --gpus 4 # two\nx = 1": "type #pragma taas --gpus 4 # two",
     **{  # below a right type, where all ranks but one would be missing, and alone
         f"{above}{line}\nprint()": "type #pragma taas --gpus 4"
         for above in ("#!g2.4\n", "")

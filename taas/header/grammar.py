@@ -57,6 +57,8 @@ _WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
 """The first two words of a comment, and the rest."""
 NOT_WITH_KEEP = ("background", "max-restarts", "return")
 """Options by which ranks outlive their notebook, start again, or hold names that it lacks."""
+_AS_MAGIC = re.compile(r"\s*(%+[ \t]*pragma[ \t]*taas\b(.*))", re.IGNORECASE)
+"""A header that is typed as a magic, of which IPython says only that there is none."""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -66,6 +68,9 @@ def find_header(cell: str) -> HeaderText | None:
     A cell that begins with a cell magic is ordinary, because its body may be another language,
     unless the magic runs Python: below ``%%time``, a header would otherwise remain a comment.
     """
+    if as_magic := _AS_MAGIC.match(cell):
+        right = shown(f"#pragma taas {as_magic[2].strip()}".strip())
+        return HeaderText(problem=f"{shown(as_magic[1])} is no magic: type {right}")
     if "#" not in cell:
         return None
     magic = cell.split(maxsplit=1)[0]
