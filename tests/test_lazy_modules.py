@@ -5,6 +5,8 @@ Whoever only looks around in sys.modules must not set that off.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from blocks import block
 from notebook_harness import Notebook
@@ -49,12 +51,22 @@ ROWS = {
 }
 
 
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A kernel of this module's own, since its rows put modules in the place of real ones."""
+    book = Notebook(tmp_path_factory.mktemp("project"))
+    try:
+        book.good("%load_ext taas")
+        yield book
+    finally:
+        book.close()
+
+
 @pytest.mark.parametrize(("name", "made", "still"), ROWS.values(), ids=ROWS)
 def test_a_lazy_module_does_not_notice_a_headed_cell(
     notebook: Notebook, name: str, made: str, still: str
 ) -> None:
     """The cell runs, its function without a module travels, and the module still waits."""
-    notebook.good("%load_ext taas")
     notebook.good(made.replace("NAME", name))
     notebook.good(
         block("""
@@ -77,7 +89,6 @@ def test_a_lazy_module_that_the_cell_names_is_imported_in_the_ranks(notebook: No
 
     Where it cannot be imported, its first use in a rank says so.
     """
-    notebook.good("%load_ext taas")
     notebook.good(LAZY_LOADER.replace("NAME", "heavy"))
     notebook.good(SPEECHBRAIN.replace("NAME", "k2_fsa"))
     ran = notebook.good(

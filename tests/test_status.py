@@ -359,7 +359,7 @@ def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> Non
     ]
 
 
-def executed(folder: Path, *cells: str, allow_errors: bool = False) -> Any:
+def executed(folder: Path, *cells: str) -> Any:
     """Return a notebook after nbclient has run it, as a front end does.
 
     Displays updated, output cleared.
@@ -369,11 +369,7 @@ def executed(folder: Path, *cells: str, allow_errors: bool = False) -> Any:
 
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(
-        book,
-        timeout=120,
-        startup_timeout=120,
-        allow_errors=allow_errors,
-        resources={"metadata": {"path": str(folder)}},
+        book, timeout=120, startup_timeout=120, resources={"metadata": {"path": str(folder)}}
     ).execute()
     return book
 

@@ -6,7 +6,8 @@ program needs it.
 
 * ``rendezvous``: the rank's position and the run's store, which replace the meeting point and the
   backend of a program.
-* ``launchers`` run their function in the ranks instead of new processes.
+* ``launchers`` run their function in the ranks instead of new processes; rich's bars become
+  displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, and the others find the files.
 * ``own_gpu`` selects this rank's GPU in all of its threads.

@@ -12,7 +12,8 @@ name. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are not chang
 is started as a command (``!torchrun``) is not seen here; a rehearsal refuses it.
 
 Lightning finds its ranks by torchrun's environment, and only needs the number of VMs; its
-strategies that fork (``ddp_notebook``, ``ddp_spawn``) are kept from forking.
+strategies that fork (``ddp_notebook``, ``ddp_spawn``) are kept from forking. rich's live displays
+become IPython's.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def install(membership: Membership, rendezvous: Rendezvous) -> None:
     """Adopt ``torch.multiprocessing``'s launchers, and other libraries' when they are imported."""
     adopter = Adopter(membership, rendezvous)
     spawn_module.start_processes = mp.start_processes = _start_processes(membership, adopter)
+    after_import("rich.live", _adopt_rich)
     if membership.world_size == 1:
         return
     after_import(
@@ -279,3 +281,49 @@ def _is_shared(arg: Any) -> bool:
     if isinstance(arg, torch.Tensor):
         return not arg.is_cuda and arg.is_shared() and arg.nbytes <= _COLLECTED
     return isinstance(arg, _SHARED)
+
+
+# ---------------------------------------------------------------- live displays
+#
+# This covers rich's progress bars, and so Lightning's ``RichProgressBar``. In a notebook rich
+# draws them into a widget if ipywidgets is installed, and a widget needs the kernel that made it.
+# Here each is one IPython display that is updated, which any front end shows.
+
+
+def _adopt_rich(module: Any) -> None:
+    live = module.Live
+    native_refresh, native_stop = live.refresh, live.stop
+
+    def is_ours(self: Any) -> bool:
+        return self.console.is_jupyter and not getattr(self, "_nested", False)
+
+    def refresh(self: Any) -> None:
+        if not is_ours(self):
+            native_refresh(self)
+            return
+        with self._lock:
+            self._live_render.set_renderable(self.renderable)
+            _show(self, self._live_render.renderable)
+
+    def stop(self: Any) -> None:
+        last = self.is_started and is_ours(self)
+        if last:
+            refresh(self)
+        native_stop(self)
+        if last and self.transient:
+            _show(self, "")
+
+    live.refresh, live.stop = refresh, stop
+
+
+def _show(live: Any, renderable: Any) -> None:
+    from IPython.display import display
+    from rich.jupyter import _render_segments
+
+    segments = list(live.console.render(renderable, live.console.options)) if renderable else []
+    text = "".join(segment.text for segment in segments if not segment.control)
+    bundle = {"text/plain": text, "text/html": _render_segments(segments)}
+    if hasattr(live, "_taas_display"):
+        live._taas_display.update(bundle, raw=True)
+    else:
+        live._taas_display = display(bundle, raw=True, display_id=True)

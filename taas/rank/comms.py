@@ -5,9 +5,6 @@ rank's widget go where displays go, and the cell passes them on as the kernel's 
 (notebook/view/comms.py).
 
 A comm that travels with its widget, either way, becomes the comm with the same id there.
-
-An ``Output`` widget captures what is shown for one request to the kernel. A rank does not know the
-request that its cell is, or is attached by; it says a placeholder, and the kernel puts the id.
 """
 
 from __future__ import annotations
@@ -19,19 +16,7 @@ from typing import Any
 import comm
 from comm.base_comm import BaseComm
 
-THIS_CELL = "taas-this-cell"
-"""Stands in a rank for the id of the request whose output an ``Output`` widget captures."""
-
-
 Publish = Callable[..., None]
-
-
-class _Requests:
-    """What an ``Output`` widget asks of a kernel."""
-
-    def get_parent(self) -> dict[str, Any]:
-        """Return the request that is served now."""
-        return {"header": {"msg_id": THIS_CELL}}
 
 
 class _RankComm(BaseComm):
@@ -42,7 +27,6 @@ class _RankComm(BaseComm):
 
     __qualname__ = "BaseComm"  # as the kernel's: a check of what comes back compares it
     publish: Publish
-    kernel = _Requests()
 
     def publish_msg(
         self,

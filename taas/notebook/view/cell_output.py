@@ -205,11 +205,7 @@ class CellOutput(Screen):
         super().__init__(plain, _MESSAGE_SECONDS if hasattr(shell, "kernel") else 0.0)
         self._shell = shell
         self._clears_with_next = False
-        self._ends: KernelEnds | None = None
-        if hasattr(shell, "kernel"):
-            self._ends = KernelEnds(
-                live=live, say=say, request=lambda: str(shell.parent_header["header"]["msg_id"])
-            )
+        self._ends = KernelEnds(live=live, say=say) if hasattr(shell, "kernel") else None
         self.above: Callable[[], None] = lambda: None
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
@@ -231,22 +227,11 @@ class CellOutput(Screen):
             self._shell.display_pub.publish(update=kind == "update", **arguments)
 
     def _clear(self, wait: bool) -> None:
-        """Clear the cell's output: now, or with the next output, so that nothing flickers.
-
-        Or that of a widget which captures it.
-        """
+        """Clear the cell's output: now, or with the next output, so that nothing flickers."""
         self._shell.display_pub.clear_output(wait=wait)
-        if self._ends is not None and self._ends.capturing:
-            return
         self._clears_with_next = True
         if not wait:
             self.settle()
-
-    def end_lines(self) -> None:
-        """Show what bars were last; what comes now is the cell's, also if a rank was killed."""
-        super().end_lines()
-        if self._ends is not None:
-            self._ends.end_captures()
 
     def names_came(self) -> None:
         """Give the notebook the widgets among the names that came back."""

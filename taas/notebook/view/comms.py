@@ -19,7 +19,7 @@ from comm.base_comm import BaseComm
 
 from taas.base.import_hooks import loaded
 from taas.base.wording import shown, text_of
-from taas.rank.comms import THIS_CELL, end_of_comm
+from taas.rank.comms import end_of_comm
 
 _WIDGETS = "jupyter.widget"
 """The comm target of ipywidgets."""
@@ -36,17 +36,10 @@ class KernelEnds:
         live: the messages come now, and are not read later: widgets of the notebook that the run
             changes are changed here, too.
         say: tells the user a line.
-        request: returns the id of the request whose output the run's is shown as.
-
-    Attributes:
-        capturing: the ``Output`` widgets into which output goes now, by their comms.
     """
 
-    def __init__(
-        self, *, live: bool, say: Callable[[str], None], request: Callable[[], str]
-    ) -> None:
-        self._live, self._say, self._request = live, say, request
-        self.capturing: set[str] = set()
+    def __init__(self, *, live: bool, say: Callable[[str], None]) -> None:
+        self._live, self._say = live, say
         self._opened: set[str] = set()
         self._failed: set[str] = set()
 
@@ -63,41 +56,18 @@ class KernelEnds:
         elif opens or not known or not (self._live or comm_id in self._opened):
             return  # it was shown before, and may be shown elsewhere now; or it is closed
         end = end_of_comm(comm_id, said["keys"].get("target_name", ""))
-        self._note_capture(comm_id, said["data"].get("state", {}))
         if said["msg_type"] == "comm_close":
-            self.capturing.discard(comm_id)
             with self._report_errors(said):
                 (_widget_of(end) or end).close()
             return
         end.publish_msg(
             said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"]
         )
-        # what a twin is told goes to the front end once more, which would capture twice
-        said["data"].get("state", {}).pop("msg_id", None)
         with self._report_errors(said):
             if opens and end.target_name == _WIDGETS:
                 _make_twin(end, said)
             elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
                 _set_state(twin, said)
-
-    def _note_capture(self, comm_id: str, state: dict[str, Any]) -> None:
-        """Note whether an ``Output`` widget captures; all that was shown before is sent first."""
-        if "msg_id" not in state:
-            return
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if state["msg_id"] == THIS_CELL:
-            state["msg_id"] = self._request()
-            self.capturing.add(comm_id)
-        else:
-            self.capturing.discard(comm_id)
-
-    def end_captures(self) -> None:
-        """Let ``Output`` widgets capture no more, of ranks that did not come to it."""
-        update = {"method": "update", "state": {"msg_id": ""}, "buffer_paths": []}
-        for comm_id in [*self.capturing]:
-            said = {"comm_id": comm_id, "msg_type": "comm_msg", "data": update}
-            self.take({**said, "metadata": {}, "buffers": [], "keys": {}})
 
     @contextlib.contextmanager
     def _report_errors(self, said: dict[str, Any]) -> Iterator[None]:
