@@ -18,25 +18,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from taas.base.wording import ranks_in_words
 from taas.protocol import deadlines
 from taas.protocol.agents import LookAtRanks, RanksSeen
-from taas.protocol.clients import Stacks
+from taas.protocol.clients import Stacks, Submit
 from taas.protocol.framing import Message
 from taas.protocol.stacks import RankSeen, StackGroup, Trouble
 from taas.runs.stacks import fold, is_collective
+from taas.supervisor.rank_jobs import Findings, RankJobs
+from taas.supervisor.recorder import Recorder
 from taas.supervisor.stages import Stage
 
-if TYPE_CHECKING:
-    from taas.supervisor.runs import Run
+
+class WatchedRun(Protocol):
+    """What the watch needs of the run that it watches (supervisor/runs.py)."""
+
+    submit: Submit
+    recorder: Recorder
+    ranks: RankJobs
+    found: Findings
+
+    @property
+    def stage(self) -> Stage:
+        """Return where the run stands."""
 
 
 class HangWatch:
     """Looks at one run's ranks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: WatchedRun) -> None:
         self._run = run
         self._timeout = run.submit.cell.spec.hang_timeout
         self._period = min(

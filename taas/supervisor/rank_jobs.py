@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -18,14 +19,26 @@ from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
 from taas.protocol import deadlines
 from taas.protocol.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
+from taas.protocol.clients import Submit
 from taas.protocol.delivery_orders import DeliveryConfig
 from taas.protocol.framing import LOOPBACK, Memory, StoreAddress
 from taas.protocol.ranks import Answer, RankEnded, RankKept, RankOrder
 from taas.protocol.records import Verdict
+from taas.supervisor.transfer import Transfer
 from taas.supervisor.vms import Vm
 
-if TYPE_CHECKING:
-    from taas.supervisor.runs import Run
+
+class StartedRun(Protocol):
+    """What the jobs of ranks need of one start of their run (supervisor/runs.py)."""
+
+    name: str
+    submit: Submit
+    vms: list[Vm]
+    restarts: int
+    output: Path
+    scratch: Path
+    since_ns: int
+    transfer: Transfer
 
 
 class JobStage(Enum):
@@ -49,7 +62,7 @@ class RankJobs:
             groups off.
     """
 
-    def __init__(self, run: Run, before: RankJobs | None) -> None:
+    def __init__(self, run: StartedRun, before: RankJobs | None) -> None:
         self._run, self._submit, self.vms = run, run.submit, run.vms
         self.store: StoreAddress | None = before.store if before else None
         self.continues = before is not None
