@@ -24,13 +24,14 @@ from taas.capture import Capture, Kept, capture, check_syntax
 from taas.capture.environment import changed_variables, is_utf8, sendable_variables
 from taas.capture.settings import process_state
 from taas.capture.settings.setup_cells import setup_cells
-from taas.config import DATA_VM, load_catalog, project_folder
+from taas.config import load_catalog, project_folder
 from taas.dataloader_registry import list_registered
 from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use
 from taas.engines.choice import check_installed, current_engine
 from taas.engines.gpus import check_devices, device_in_words, physical, visible_gpus
 from taas.engines.local import check_memory
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
+from taas.header.catalog import DATA_VM
 from taas.header.options import RunSpec
 from taas.notebook import pending
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background

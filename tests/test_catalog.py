@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from blocks import block
 
-from taas.config import BUILT_IN_TYPES, Catalog, InstanceType, load_catalog
+from taas.config import load_catalog
 from taas.errors import ConfigError, HeaderError
+from taas.header.catalog import BUILT_IN_TYPES, Catalog, InstanceType
 from taas.header.grammar import parse_header, parse_magic_line
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from taas.config import _KEYS, InstanceType
+from taas.header.catalog import _KEYS, InstanceType
 from taas.header.grammar import NOT_WITH_KEEP
 from taas.header.options import _FIELDS, MAY_DIFFER, ON, OPTIONS, SETTINGS
 from taas.notebook.verbs import VERBS

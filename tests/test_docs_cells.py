@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook
 
-from taas.config import Catalog, load_catalog
+from taas.config import load_catalog
+from taas.header.catalog import Catalog
 from taas.header.grammar import find_header, is_setup, parse_header
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from taas.config import Catalog
+from taas.header.catalog import Catalog
 from taas.header.grammar import find_header, parse_header
 from taas.header.options import RunSpec
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
-from taas.config import Catalog
 from taas.errors import HeaderError
+from taas.header.catalog import Catalog
 from taas.header.grammar import find_header, parse_header, parse_magic_line
 from taas.header.options import OPTIONS, RunSpec, options_table
 

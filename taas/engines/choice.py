@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from taas.base.wording import nearest, refusal, shown
-from taas.config import Catalog, load_catalog
+from taas.config import load_catalog
 from taas.engines import Engine
 from taas.engines.driven import DrivenEngine
 from taas.engines.ray import RayEngine
 from taas.engines.slurm import SlurmEngine
 from taas.errors import HeaderError
 from taas.header.arguments import split_words
+from taas.header.catalog import Catalog
 from taas.protocol.engines import EngineChoice
 
 _ELSEWHERE: dict[str, type[DrivenEngine]] = {"ray": RayEngine, "slurm": SlurmEngine}

@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 
 from taas.base.poll_loop import Child
-from taas.config import Catalog
 from taas.engines import Machine
+from taas.header.catalog import Catalog
 from taas.protocol.engines import AgentConfig, Demand
 from taas.protocol.framing import Message
 

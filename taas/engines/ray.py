@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from taas.base.wording import counted, shown
-from taas.config import Catalog
 from taas.engines.driven import DrivenEngine
 from taas.errors import EngineError, HeaderError
+from taas.header.catalog import Catalog
 from taas.protocol.engines import Demand
 
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import msgspec
 
 from taas.base.wording import shown
-from taas.config import BUILT_IN_TYPES, SLURM_OPTIONS, Catalog
 from taas.engines.driven import DrivenEngine
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import read_line
+from taas.header.catalog import BUILT_IN_TYPES, SLURM_OPTIONS, Catalog
 from taas.protocol.engines import AgentConfig, Demand
 
 COMMANDS = ("sbatch", "squeue", "sinfo", "scancel", "scontrol")

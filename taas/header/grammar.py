@@ -13,7 +13,7 @@ one (``#pragma tass``, a header below code) is reported, and never silently take
 header off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
 
 ``parse_header`` checks the header, before anything starts, by the option table (`header.options`)
-and the instance types (`config`).
+and the instance types (`header.catalog`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from taas.base.wording import counted, nearest, refusal, shown
-from taas.config import Catalog, InstanceType
 from taas.errors import HeaderError
 from taas.header.arguments import TYPE_NAME
+from taas.header.catalog import Catalog, InstanceType
 from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
 
 

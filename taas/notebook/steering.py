@@ -17,11 +17,12 @@ import msgspec
 from taas.base.linux import process
 from taas.base.wording import counted, nearest, shown, shown_path
 from taas.capture.settings import setup_cells
-from taas.config import Catalog, load_catalog, project_folder
+from taas.config import load_catalog, project_folder
 from taas.engines import choice
 from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, check_ranks, split_words
+from taas.header.catalog import Catalog
 from taas.notebook import doctor
 from taas.notebook.bug_report import write_report
 from taas.notebook.doctor import Finding

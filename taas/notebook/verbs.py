@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from taas.base.wording import in_columns
-from taas.config import SLURM_OPTIONS
 from taas.errors import HeaderError
 from taas.header.arguments import Line, Option, ranks, read_line, text_of
+from taas.header.catalog import SLURM_OPTIONS
 
 _MOST_RUNS = 20
 

@@ -13,11 +13,11 @@ import zmq
 
 from taas.base.poll_loop import WorkThread
 from taas.base.wording import counted
-from taas.config import DATA_VM
 from taas.engines import Engine
 from taas.engines.choice import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, RanksGone
+from taas.header.catalog import DATA_VM
 from taas.protocol import deadlines
 from taas.protocol.clients import Gpu, Submit
 from taas.protocol.engines import AgentConfig, Demand, EngineChoice

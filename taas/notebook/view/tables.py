@@ -13,7 +13,7 @@ from typing import Any
 from taas.base.wording import counted, named, ranks_in_words, shown_path, size_in_words
 from taas.base.wording import shown as on_one_line
 from taas.capture.settings.setup_cells import SetupCell
-from taas.config import Catalog
+from taas.header.catalog import Catalog
 from taas.header.options import SETTINGS
 from taas.protocol.records import RunRecord, runs_root
 from taas.protocol.stacks import StackGroup, Trouble
