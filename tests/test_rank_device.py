@@ -22,7 +22,7 @@ from taas.protocol.ranks import Cell, RankOrder, Staged
 
 RANK_1_OF_2 = """
 import os, types, torch
-from taas.rank import entry
+from taas.rank import prepared
 os.environ["CUDA_VISIBLE_DEVICES"] = "4,6"
 order = types.SimpleNamespace(rehearsed=0, gpus=("4", "6"), local_world_size=2)
 """
@@ -33,7 +33,7 @@ def test_a_rank_leaves_cuda_alone_until_its_program_uses_it() -> None:
     lines = printed(
         RANK_1_OF_2
         + """
-device = entry._enter_device(order, 1)
+device = prepared._enter_device(order, 1)
 print(device, torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), flush=True)
 if (child := os.fork()) == 0:
     print(torch.cuda._is_in_bad_fork(), flush=True)
@@ -52,7 +52,7 @@ def test_the_device_is_selected_where_the_program_has_left_it_visible() -> None:
     lines = printed(
         RANK_1_OF_2
         + """
-entry._enter_device(order, 1)
+prepared._enter_device(order, 1)
 torch._C._cuda_setDevice = lambda number: print("selected", number)
 for visible in "4,6", "6", "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = visible

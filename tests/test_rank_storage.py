@@ -642,7 +642,8 @@ def test_a_machine_that_gives_no_wall_is_told_of_in_the_cell(run: Run):
 LOOKS_INTO = """
 import ctypes, os, signal, sys, tempfile
 from pathlib import Path
-from taas import linux, rank_storage
+from taas import rank_storage
+from taas.base import linux
 from storage_ranks import fork, join
 
 class Vector(ctypes.Structure):

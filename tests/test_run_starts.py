@@ -27,8 +27,10 @@ from taas.protocol.ranks import Asking, Cell, RankEnded, RankStage, Workspace
 from taas.protocol.records import RunRecord
 from taas.runs.records import read_record
 from taas.supervisor.data_side import Phase
+from taas.supervisor.rank_jobs import JobStage
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
+from taas.supervisor.stages import Stage
 from taas.supervisor.vms import DataVms, Vm
 
 
@@ -75,6 +77,7 @@ class Beginning:
             _submit(spec, payload, loaders, str(project)), ProcessMark.of(os.getpid())
         )
         recorder.begin(())
+        recorder.move(Stage.ACQUIRING)
         self._loop = PollLoop()
         self._worker = WorkThread(self._loop.soon)
         self.run = Run(recorder, self.vms, self.data(data_vms), project, self._worker)
@@ -123,8 +126,11 @@ class Beginning:
         if run.recorder.record.live:
             if run.data is not None and not run.data.closed:
                 run.data.close()
+            for number, job in enumerate(run.ranks.jobs):
+                if job is JobStage.STARTED:
+                    self.hear(number, JobOver())
             self.work()
-            run.settle(lambda settled: None)
+            run.step(swept=True, hear_no_more=self._loop.off, then=lambda settled: None)
             self.work()
             run.conclude()
         return self.record
@@ -172,9 +178,9 @@ def test_a_vm_without_the_gpus_it_was_said_to_have(
     begun = begin()
     _all_come(begun, ("0", "1"), short)
     assert begun.started() == []
-    assert begun.run.finished
-    assert not begun.run.loss
+    assert begun.run.ranks.over
     ended = begun.ended()
+    assert not begun.run.loss
     assert (ended.outcome, ended.error) == ("lost", "NotEnoughDevices")
     assert f"g2.2-1 (node 10.0.0.2) has {count} of the 2 GPUs that its ranks need" in ended.message
 
@@ -241,7 +247,8 @@ def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Begi
     for job, said in FOREIGN:
         begun.run.hear(begun.vms[1], job, said)
     assert (begun.record, begun.told, list(begun.run.output.rglob("*"))) == before
-    assert not (begun.run.found.ended or begun.run.found.started or begun.run.ranks.done)
+    assert not (begun.run.found.ended or begun.run.found.started)
+    assert JobStage.OVER not in begun.run.ranks.jobs
     assert (begun.run.found.answer, begun.run.transfer.answer, begun.run.ranks.store) == (
         None,
         None,

@@ -317,8 +317,8 @@ def test_a_run_takes_the_steps(
     finally:
         notebook.good(
             block("""
-                from taas.dataloader_registry import registered
-                for entry in registered(): taas.unregister(entry.loader)
+                from taas.dataloader_registry import list_registered
+                for entry in list_registered(): taas.unregister(entry.loader)
             """)
         )
 

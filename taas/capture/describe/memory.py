@@ -20,14 +20,16 @@ the write goes to the old place.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
+import queue
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -459,26 +461,38 @@ def _checksums_of(stretches: dict[int, Stretch]) -> dict[int, dict[Span, Checksu
                 else:
                     asked.append((n, (start, end)))
                     memory.append(whole[start:end])
-    for (n, part), checksum in zip(asked, _read(memory), strict=True):
+    for (n, part), checksum in zip(asked, _read_in_threads(memory), strict=True):
         found[n][part] = checksum
     return found
 
 
-def _read(memory: list[memoryview]) -> Iterator[bytes]:
-    """Yield the checksums of parts of memory; of much memory several threads read some each."""
+def _read_in_threads(memory: list[memoryview]) -> list[bytes]:
+    """Return the checksums of parts of memory; of much memory several threads read some each.
+
+    The threads are no executor's: at the end of a cell a rank shuts all executors down, as Python
+    does at its own end, and packs its names after that (:func:`taas.rank.cell.wait_for_threads`).
+    """
     groups = [memory[at : at + _GROUP] for at in range(0, len(memory), _GROUP)]
-    threads = min(len(groups), _THREADS, len(os.sched_getaffinity(0)))
-    if threads < 2:
-        yield from _checksums(memory)
-        return
-    with ThreadPoolExecutor(threads, "taas-checksums") as pool:
-        for found in pool.map(_checksums, groups):
-            yield from found
+    found: list[list[bytes]] = [[] for _ in groups]
+    due: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(groups)):
+        due.put(number)
 
+    def read_groups() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number = due.get_nowait()
+                # not xxh3_128_digest, which holds the GIL before xxhash 4
+                found[number] = [xxhash.xxh3_128(part).digest() for part in groups[number]]
 
-def _checksums(memory: list[memoryview]) -> list[bytes]:
-    # not xxh3_128_digest, which holds the GIL before xxhash 4
-    return [xxhash.xxh3_128(part).digest() for part in memory]
+    others = min(len(groups), _THREADS, len(os.sched_getaffinity(0))) - 1
+    threads = [threading.Thread(target=read_groups, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
+    read_groups()
+    for thread in threads:
+        thread.join()
+    return [checksum for group in found for checksum in group]
 
 
 class _PageMap:
