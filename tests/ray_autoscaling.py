@@ -8,6 +8,7 @@ wheel, and ends every Ray of the machine at its start and end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -98,6 +99,7 @@ class AutoscaledCluster:
         )
         assert self._head.poll() is None, self._log.read_text()
         prefer(self._head.pid, 0)
+        self._log_monitors = set(self._find_log_monitors())
         return self
 
     def _config(self) -> dict[str, object]:
@@ -150,9 +152,26 @@ class AutoscaledCluster:
         return found
 
     def wait_until_none_is_left(self) -> None:
-        """Wait until the autoscaler has taken back all nodes; `ray status` says so, too."""
+        """Wait until the autoscaler has taken back all nodes; `ray status` says so, too.
+
+        Its provider may leave the log monitor of a node, a process of Ray's own, which is ended.
+        """
         until(lambda: not any(self.nodes(kind) for kind in _TYPES))
         until(lambda: not any(f" {kind}" in self.status() for kind in _TYPES))
+        left = [one for one in self._find_log_monitors() if one not in self._log_monitors]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left)
+
+    def _find_log_monitors(self) -> list[psutil.Process]:
+        """The processes that read the logs of a node of this cluster; of the head there is one."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = " ".join(process.cmdline())
+                if "ray/_private/log_monitor.py" in words and str(self.folder) in words:
+                    found.append(process)
+        return found
 
     def status(self) -> str:
         """What `ray status` prints of nodes that are there, or on their way."""
