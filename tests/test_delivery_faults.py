@@ -460,7 +460,7 @@ def test_an_interrupt_while_an_element_is_pinned_costs_no_memory() -> None:
     pins.end()
     [thread] = [thread for thread in threading.enumerate() if thread.name == "taas-pins"]
     thread.join(60)
-    assert holdings.told() == [7]
+    assert holdings.take_released() == [7]
 
 
 def test_units_end_the_iteration_then_the_next_one() -> None:
