@@ -18,10 +18,10 @@ RANK_1_OF_2 = (
 import os, types, torch
 from torch.utils.data import DataLoader, _utils
 from taas import adopt
-from taas.rank import entry
+from taas.rank import prepared
 os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
 order = types.SimpleNamespace(rehearsed=0, gpus=("0", "1", "2", "3"), local_world_size=4)
-print(entry._enter_device(order, 1), torch.cuda.is_initialized())
+print(prepared._enter_device(order, 1), torch.cuda.is_initialized())
 class ProcessGroupNCCL:
     def abort(self):
         torch.cuda.current_stream().synchronize()
@@ -115,7 +115,7 @@ Accounts = dict[str, tuple[list[str], list[Call]]]
 def accounts(tmp_path_factory: pytest.TempPathFactory) -> Accounts:
     """What each program printed, and did with CUDA."""
     programs = {**{name: RANK_1_OF_2 + program for name, program in PROGRAMS.items()}, **OTHERS}
-    imports = "torch, taas.rank.entry"
+    imports = "torch, taas.rank.prepared"
     return accounts_of(programs, tmp_path_factory.mktemp("accounts"), imports=imports)
 
 
