@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,15 @@ def test_what_others_write_to_memory_is_seen(made: Callable[[Path], int], file: 
     assert MemorySnapshot({0: stretch}).changed_since(snapshot) == {0: [(PART, 2 * PART)]}
 
 
+@pytest.fixture(params=["threads", "no more threads"])
+def limit_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This process may start threads, or cannot: there is no room for the stack of one."""
+    before = threading.stack_size(1 << 46 if request.param == "no more threads" else 0)
+    yield
+    threading.stack_size(before)
+
+
+@pytest.mark.usefixtures("limit_of_threads")
 @pytest.mark.parametrize("megabytes", [1, 16, 100])
 def test_memory_of_any_size_is_compared_in_parts(megabytes: int) -> None:
     """Also where several threads read it: each part has the checksum that is its own."""

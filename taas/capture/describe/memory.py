@@ -486,12 +486,23 @@ def _read_in_threads(memory: list[memoryview]) -> list[bytes]:
                 found[number] = [xxhash.xxh3_128(part).digest() for part in groups[number]]
 
     others = min(len(groups), _THREADS, len(os.sched_getaffinity(0))) - 1
-    threads = [threading.Thread(target=read_groups, daemon=True) for _ in range(others)]
-    for thread in threads:
-        thread.start()
-    read_groups()
-    for thread in threads:
-        thread.join()
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(others):
+            thread = threading.Thread(target=read_groups, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads may be started here: fewer read all of it
+                break
+            threads.append(thread)
+        read_groups()
+    finally:
+        # After an interrupt the caller lets go of memory, which no thread may be reading then.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                due.get_nowait()
+        for thread in threads:
+            thread.join()
     return [checksum for group in found for checksum in group]
 
 
