@@ -1,4 +1,4 @@
-"""The supervisor: one process for each kernel, with authority over its runs.
+"""The supervisor: one process for each kernel, with authority over all of the kernel's runs.
 
-It outlives the kernel while a background run is left.
+The supervisor outlives its kernel for as long as a background run is left.
 """

@@ -1,13 +1,13 @@
-"""``python -m taas.supervisor``: started by the launcher, told what it needs on standard input."""
+"""``python -m taas.supervisor``: started by the launcher, which writes to its standard input."""
 
 import os
 
 if __name__ == "__main__":
     if os.fork():
-        # A kernel that is shut down ends its children: the supervisor must not be one.
+        # A kernel that shuts down ends its children, so the supervisor must not be one of them.
         os._exit(0)
     os.setsid()
     from taas.supervisor.loop import main
 
     main()
-    os._exit(0)  # without a wait for work threads, which a stuck file system may hold
+    os._exit(0)  # do not wait for work threads: a stuck file system may block them

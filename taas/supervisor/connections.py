@@ -1,8 +1,9 @@
-"""The way to a supervisor: its folder of sockets, its connection file, and both ends of the socket.
+"""How a supervisor is reached: its socket folder, its connection file and both ends of the socket.
 
-The file, 0600, holds a CURVE key pair that the supervisor accepts as a client's: whoever can read
-the file may stop the runs, and nobody else is heard. Kernels' connection files work the same way. A
-supervisor removes both at its end; the next one removes what a killed one has left.
+The connection file (mode 0600) holds a CURVE key pair that the supervisor accepts from clients.
+Anyone who can read the file may stop the runs; messages from anyone else are dropped. The
+connection files of Jupyter kernels work in the same way. A supervisor removes its folder and its
+connection file when it ends; those of a supervisor that was killed are removed by the next one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from taas.protocol.framing import Message, MessageReader, Unreadable, pack
 from taas.protocol.records import RunRecord
 
 SOCKET, CONNECTION = "supervisor", "connection"
-"""In the folder, where the supervisor listens, and a link to the file by which clients find it."""
+"""Entries of the folder: the socket on which the supervisor listens, and a link to the connection
+file by which clients find it.
+"""
 _AT_ONCE = 64
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client needs to talk to a supervisor."""
+    """The data that a client needs to connect to a supervisor."""
 
     endpoint: str
     server_key: str
@@ -48,9 +51,9 @@ _read_connection = MessageReader(Connection, msgspec.json)
 
 
 def write_connection(connection: Connection) -> Path:
-    """Write a supervisor's connection file, in place of those of dead ones."""
+    """Write a supervisor's connection file, and remove the files of supervisors that have ended."""
     all_connections()
-    # another machine that shares the folder may have a process of this id, too
+    # another machine that shares the folder may have a process with the same id
     name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"
     path = runtime_folder("supervisors") / name
     write_private(path, msgspec.json.encode(connection))
@@ -58,10 +61,10 @@ def write_connection(connection: Connection) -> Path:
 
 
 def all_connections() -> list[Connection]:
-    """Return the supervisors that are there; files of those that were killed are removed."""
+    """Return the connections of all living supervisors, and remove the files of killed ones."""
     found = []
     for path in runtime_folder("supervisors").glob("*.json"):
-        with contextlib.suppress(OSError, Unreadable):  # the supervisor ends just now
+        with contextlib.suppress(OSError, Unreadable):  # the supervisor is just ending
             connection: Connection = _read_connection(path.read_bytes())
             if connection.supervisor.lives:
                 found.append(connection)
@@ -71,9 +74,9 @@ def all_connections() -> list[Connection]:
 
 
 def hold_folder(folder: Path) -> None:
-    """Lock the folder, which shows for as long as this process lives that its supervisor does.
+    """Lock the folder for the life of this process, which shows that its supervisor is alive.
 
-    A locked folder is also left alone by tmpfiles.d(5).
+    tmpfiles.d(5), too, leaves a locked folder alone.
     """
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
 
@@ -81,23 +84,24 @@ def hold_folder(folder: Path) -> None:
 def remove_folders_left(beside: Path) -> None:
     """Remove the folders of supervisors that were killed.
 
-    A supervisor that lives locks its own before it listens there.
+    A living supervisor locks its own folder before it listens there.
     """
     for folder in beside.parent.glob(f"{PREFIX}*"):
-        # it is another user's, is no folder, or another process has removed it
+        # the folder belongs to another user, is not a folder, or was removed by another process
         with contextlib.suppress(OSError):
             _remove_if_left(folder)
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a folder if it is this user's, a supervisor's, and nobody holds it.
+    """Remove a folder if it is this user's and a supervisor's, and no process holds its lock.
 
-    TMPDIR is open to everybody: what stands at this path may be, or be swapped for, a link, a FIFO,
-    or another user's folder with anything in it. Hence it is opened as a directory, without
-    following and without waiting, and what is asked is the open folder and not the path.
+    TMPDIR is writable by everyone: the path may be, or may be swapped for, a link, a FIFO or
+    another user's folder with arbitrary content. The folder is therefore opened as a directory,
+    without following links and without blocking, and the checks are made on the open descriptor and
+    not on the path.
 
     Raises:
-        OSError: it is none of these.
+        OSError: one of these conditions is not met.
     """
     fd = os.open(
         folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -105,7 +109,7 @@ def _remove_if_left(folder: Path) -> None:
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             return
-        # a node's agent has no such socket, and nobody locks its folder
+        # the folder of an agent on a cluster node has no such socket, and is not locked
         os.stat(SOCKET, dir_fd=fd, follow_symlinks=False)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_tree(folder)
@@ -114,10 +118,10 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def connection_of(record: RunRecord) -> Connection:
-    """Return the way to the supervisor of a run that goes on.
+    """Return the connection to the supervisor of a run that has not ended.
 
     Raises:
-        EngineError: it cannot be found.
+        EngineError: the supervisor cannot be found.
     """
     for connection in all_connections():
         if connection.supervisor == record.supervisor:
@@ -130,7 +134,7 @@ def connection_of(record: RunRecord) -> Connection:
 
 
 class Wire:
-    """A client's way to a supervisor, to which it shows this key pair."""
+    """A client's connection to a supervisor, authenticated with the given key pair."""
 
     def __init__(self, connection: Connection, public: str | bytes, secret: str | bytes) -> None:
         self._context = zmq.Context()
@@ -148,15 +152,15 @@ class Wire:
 
 
 class Visit(Wire):
-    """A short conversation with a supervisor; a context manager.
+    """A short exchange with a supervisor; a context manager.
 
     Raises:
-        EngineError: this process has no way to the supervisor.
+        EngineError: the supervisor's socket is not visible to this process.
     """
 
     def __init__(self, connection: Connection) -> None:
         path = connection.endpoint.removeprefix("ipc://")
-        if not os.path.exists(path):  # noqa: PTH110  also where the folder may not be entered
+        if not os.path.exists(path):  # noqa: PTH110 also False if the folder may not be entered
             raise EngineError(
                 f"the supervisor (process {connection.supervisor.pid}) listens at {path}, which is"
                 " not there for this process: it sees another /tmp (systemd's PrivateTmp, a"
@@ -171,10 +175,10 @@ class Visit(Wire):
         self._hang_up(2000)
 
     def ask(self, message: Message, kind: type[Any]) -> Any:
-        """Send a message; return the reply, which is of this kind.
+        """Send a message, and return the reply, which is of type ``kind``.
 
         Raises:
-            EngineError: there is none in time.
+            EngineError: no reply came in time.
         """
         self.say(message)
         deadline = time.monotonic() + deadlines.SUPERVISOR_ANSWERS
@@ -192,14 +196,16 @@ class Visit(Wire):
 class ControlSocket:
     """The supervisor's CURVE socket.
 
-    It listens in a folder that only this user enters, and on addresses that other machines reach,
-    where an engine asks for them.
+    It listens in a folder that only this user can enter and, at an engine's request, on addresses
+    that other machines can reach.
 
     Attributes:
-        up: what clients have to know to come in; the kernel has a key of its own.
-        clients: the keys of the kernel, and of visitors who could read the connection file.
-        agents: the keys of the agents that may connect.
-        outgoing: messages that were not sent yet, each with the key of its receiver.
+        up: the data that a client needs to connect; the kernel has its own key instead of the key
+            here.
+        clients: the public keys of the kernel and of visitors (clients that read the connection
+            file).
+        agents: the public keys of the agents that may connect.
+        outgoing: messages that have not been sent yet, each with the key of its receiver.
     """
 
     def __init__(self, client_key: str, kernel: ProcessMark, folder: Path) -> None:
@@ -227,9 +233,9 @@ class ControlSocket:
         self._unreachable: dict[str, float] = {}
 
     def receive(self) -> Iterator[tuple[str, bytes, memoryview]]:
-        """Yield messages that have come in, up to a number: the sender's key, route and message.
+        """Yield received messages: the sender's key, the route, and the message, still packed.
 
-        The message is packed still.
+        At most ``_AT_ONCE`` messages are yielded in one call.
         """
         for _ in range(_AT_ONCE):
             try:
@@ -241,9 +247,9 @@ class ControlSocket:
             yield key, route.bytes, frame.buffer
 
     def send(self, key: str, message: Message) -> None:
-        """Send a message to the peer with this key, if it has come in.
+        """Send a message to the peer with this key, if that peer has connected.
 
-        Messages for agents wait for :meth:`flush`.
+        Messages to clients are sent at once, messages to agents by :meth:`flush`.
         """
         if key in self.clients:
             self._send(key, message)
@@ -251,7 +257,7 @@ class ControlSocket:
             self.outgoing.append((key, message))
 
     def flush(self, seconds: float = float("inf")) -> None:
-        """Send what is outgoing, for so long: there may be a thousand agents to tell."""
+        """Send outgoing messages for at most ``seconds``, since there may be a thousand agents."""
         until = time.monotonic() + seconds
         while self.outgoing and time.monotonic() < until:
             self._send(*self.outgoing.popleft())
@@ -262,7 +268,7 @@ class ControlSocket:
             self._unreachable.setdefault(key, time.monotonic())
 
     def reply(self, route: bytes, message: Message) -> bool:
-        """Send a message; returns whether there is a way to the peer."""
+        """Send a message to a route; return whether the route leads to a connected peer."""
         try:
             self.socket.send_multipart([route, pack(message)])
         except zmq.ZMQError as error:
@@ -272,14 +278,14 @@ class ControlSocket:
         return True
 
     def is_out_of_reach(self, key: str) -> bool:
-        """Whether messages have not reached a peer for longer than its last word may take."""
+        """Return whether a peer has been unreachable for longer than its last message may take."""
         since = self._unreachable.get(key)
         return since is not None and time.monotonic() > since + deadlines.LAST_WORD
 
     def listen(self, host: str) -> str:
-        """Listen on an address that other machines reach; return the endpoint.
+        """Listen on an address that other machines can reach; return the endpoint.
 
-        Peers that connect there have to show signs of life.
+        Peers that connect to it have to send heartbeats.
         """
         if host not in self._endpoints:
             set_heartbeat(self.socket)
@@ -292,7 +298,7 @@ class ControlSocket:
         self._connection_file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Send what is outgoing, and close."""
+        """Send the outgoing messages, and close the socket."""
         self.flush()
         self.socket.close(linger=1000)
         self.gate.socket.close()

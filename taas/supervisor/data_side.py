@@ -1,10 +1,11 @@
-"""The data side of a run: its coordinator, planner and data workers.
+"""The data side of a run: its coordinator, its planner and its worker pools.
 
-It begins before the ranks and ends after them.
+The data side starts before the ranks and ends after them.
 
-The coordinator is a child of the supervisor; the planner is started by an agent of this machine,
-and worker pools by the agents of the data VMs. One that is lost is replaced; until another one is
-there, the run goes on with those that are left.
+The coordinator is a child of the supervisor. The planner is started by an agent on this machine,
+and the worker pools by the agents of the data VMs. A worker pool that is lost is replaced, and the
+run continues with the remaining ones until the replacement is up. A planner that is lost is not
+replaced.
 """
 
 from __future__ import annotations
@@ -51,27 +52,27 @@ from taas.supervisor.vms import PLANNER, DataVms, Vm
 logger = logging.getLogger(__name__)
 
 _END_SECONDS = 5.0
-"""So long agents have to end data processes before they count as stuck. An agent that still sends
-what these have printed has its time anew (:meth:`DataSide.postpone_end`).
+"""Time that agents have to end data processes before the agents count as stuck. An agent that still
+sends what its data processes have printed gets this time again (:meth:`DataSide.postpone_end`).
 """
 
 
 class Phase(IntEnum):
-    """How far a delivery is; it never goes back."""
+    """How far a delivery has got; it never goes back."""
 
-    PREPARING = auto()  # the ranks wait for the first elements
+    PREPARING = auto()  # the ranks wait for the first batches
     DELIVERING = auto()
-    # the ranks have ended, or have all they asked for: what is lost now is not missed
+    # the ranks have ended, or have all the batches they asked for, so a loss does no harm any more
     FINISHING = auto()
-    OVER = auto()  # the coordinator has said its last
-    CLOSED = auto()  # its processes are being ended
+    OVER = auto()  # the coordinator has sent its last report
+    CLOSED = auto()  # the data processes are being ended
 
 
 class DataSide:
     """The supervisor's part of a delivery; call ``step`` when ``fileno`` is readable.
 
-    Data processes print to ``log``. ``places`` is where each loader goes on if the run is started
-    again: as an earlier start left it, until this one ends.
+    Data processes print to ``log``. ``places`` holds the point from which each loader resumes if
+    the run is started again: until this start ends, the points that the previous start reached.
     """
 
     def __init__(
@@ -90,15 +91,16 @@ class DataSide:
         self._coordinator, self.places = CoordinatorProcess(), places
         self._config, self._endpoint = self._coordinator_config(sockets), ""
         self.phase = Phase.PREPARING
-        self.final = b""  # the generators' states, for the notebook
-        self.failed = ""  # why nothing is delivered any more
-        self.error = RunLost.__name__  # the class of taas.errors for that
-        self.lost = False  # it failed since processes or VMs were lost, not by the cell's code
-        self.planner_lost = ""  # how the planner was lost; ranks hear it at their next element
-        self.deserted = False  # no process is left that tells the ranks of the failure
+        self.final = b""  # the states of the generators, for the notebook
+        self.failed = ""  # why nothing can be delivered any more
+        self.error = RunLost.__name__  # the name of the class in taas.errors for this failure
+        # the failure is the loss of processes or VMs, and not an error of the cell's code
+        self.lost = False
+        self.planner_lost = ""  # how the planner was lost; ranks learn of it at their next batch
+        self.deserted = False  # no process is left that could report the failure to the ranks
         self.delivered: Delivered | None = None
         self._reached: dict[str, ResumePoint] = {}
-        self.notes: list[str] = []  # lines for the user, in order
+        self.notes: list[str] = []  # lines for the user, in order of their occurrence
         self._last_lost, self._gone_by = "", float("inf")
         self._configure()
 
@@ -109,7 +111,7 @@ class DataSide:
             new_keys(holders(spec.world_size, self.vms.most)),
             spec.world_size,
             slab_size(self._order.buffer, spec.world_size),
-            host="",  # until it is known
+            host="",  # until the address is known
             encrypt=self._order.encrypt,
             uneven=spec.uneven,
             units=units if isinstance(units, dict) else {"*": units},
@@ -121,37 +123,40 @@ class DataSide:
         )
 
     def fileno(self) -> int:
-        """Return where the coordinator reports."""
+        """Return the file descriptor on which the coordinator reports."""
         return self._coordinator.fileno()
 
     def pids(self) -> list[int]:
-        """Return the process ids of its processes that are children of the supervisor."""
+        """Return the process ids of those data processes that are children of the supervisor."""
         return [self._coordinator.process.pid]
 
     @property
     def ready(self) -> bool:
-        """Whether enough is prepared: the ranks may start."""
+        """Whether enough batches are prepared for the ranks to start."""
         return self.phase >= Phase.DELIVERING
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be reported."""
+        """Whether the coordinator will report nothing more."""
         return self.phase >= Phase.OVER
 
     @property
     def closed(self) -> bool:
-        """Whether its processes are being ended."""
+        """Whether the data processes are being ended."""
         return self.phase is Phase.CLOSED
 
     @property
     def waiting(self) -> str:
-        """What a run waits for that had data VMs and has none left; empty where one is there."""
+        """What the run waits for if it has lost all of its data VMs and others are coming up.
+
+        It is empty if at least one data VM is up.
+        """
         if (coming := self.vms.starting) is None:
             return ""
         return f"another data VM, since {self._last_lost}: {coming.machine.waiting or 'it starts'}"
 
     def rank_config(self, number: int) -> DeliveryConfig:
-        """What the ranks of the run's VM with this number are told."""
+        """Return the delivery configuration for the ranks on the run's VM with this number."""
         width = self._submit.cell.spec.ranks_per_vm
         ranks = (Peer("rank", rank).holder for rank in range(number * width, (number + 1) * width))
         return self._config.for_peers(self._endpoint, *ranks)
@@ -159,7 +164,7 @@ class DataSide:
     # ------------------------------------------------------------ the coordinator
 
     def _configure(self) -> None:
-        """Let the coordinator listen, as soon as it is known where."""
+        """Let the coordinator listen, as soon as this machine's address is known."""
         if (here := self.vms.here()) and not self._config.host:
             self._config = msgspec.structs.replace(self._config, host=here)
             self._coordinator.send(self._config)
@@ -175,7 +180,7 @@ class DataSide:
             self.phase = phase
 
     def step(self) -> None:
-        """Take in what the coordinator has reported."""
+        """Process the coordinator's reports."""
         reports = self._coordinator.read()
         if reports is None:
             if not self.final and not self.failed:
@@ -199,7 +204,8 @@ class DataSide:
                     f"{self.vms.name(report.vm)} was lost ({report.cause}); what it had not"
                     " delivered was made elsewhere"
                 )
-                self._end_job(report.vm)  # where its agent is there, and starts another worker pool
+                # if the agent is still there; it then starts another worker pool
+                self._end_job(report.vm)
             case ProgressReport():
                 if report.prebuffered:
                     self._reach(Phase.DELIVERING)
@@ -211,19 +217,22 @@ class DataSide:
                 self._reach(Phase.OVER)
 
     def ask_for_final(self) -> None:
-        """The ranks have ended: ask where the generators are now."""
+        """Ask for the final states of the generators, now that the ranks have ended."""
         self._reach(Phase.FINISHING)
         self._command(FinishPlans())
 
     def fail(self, why: str) -> None:
-        """Note that nothing can be delivered any more, and why."""
+        """Record that nothing can be delivered any more, and why."""
         self.failed = self.failed or why
         self._command(Failed(reason=self.failed))
 
     # ------------------------------------------------------------ data processes
 
     def start_data_processes(self) -> None:
-        """Start data processes on all VMs that are up and have none; call it when one came up."""
+        """Start data processes on all VMs that are up and have none.
+
+        Call this whenever a VM has come up.
+        """
         if self.closed:
             return
         self._configure()
@@ -232,11 +241,14 @@ class DataSide:
             self._transfer.start(vm, self._data_process(number))
 
     def _job(self, number: int) -> int:
-        """Return a data process's job: they come after those of the ranks, the planner's first."""
+        """Return the job number of a data process.
+
+        The jobs of the ranks come first, then the planner's, then those of the worker pools.
+        """
         return self._submit.cell.spec.vms + number - PLANNER
 
     def has(self, vm: Vm, job: int) -> bool:
-        """Whether this VM was told to start a data process as this job."""
+        """Return whether this VM was told to start a data process with this job number."""
         return self.vms.started.get(job - self._job(0)) is vm
 
     def _end_job(self, number: int) -> None:
@@ -267,7 +279,7 @@ class DataSide:
         return self.phase < Phase.FINISHING and not self.failed
 
     def process_over(self, job: int, over: JobOver) -> None:
-        """Take in that a data process has ended: a worker pool is replaced, a planner is not."""
+        """Handle the end of a data process: a worker pool is replaced, a planner is not."""
         number = job - self._job(0)
         misses, vm = self._misses, self.vms.started[number]
         self.vms.lose(number)
@@ -291,7 +303,7 @@ class DataSide:
         self._command(HostLost(vm=number, cause=cause))
 
     def lose(self, vm: Vm, how: str, *, replace: bool = True) -> None:
-        """Take in that a data VM is lost, and how; replace it if that is asked for."""
+        """Handle the loss of a data VM, which ``how`` describes; replace it if requested."""
         for number in self.vms.of(vm):
             misses = self._misses
             self.vms.lose(number)
@@ -308,9 +320,9 @@ class DataSide:
                 self._do_without(number, how.removeprefix("lost: "), vm.machine.error)
 
     def _do_without(self, number: int, why: str, error: str) -> None:
-        """Take in that a data VM cannot be had.
+        """Handle a data VM that cannot be obtained.
 
-        A run that has not begun fails; another one goes on with those that it has.
+        A run that has not begun fails; any other run continues with the data VMs that it has.
         """
         if not self.ready:
             self.failed, self.error = why, error
@@ -322,7 +334,7 @@ class DataSide:
             )
 
     def _replace(self, how: str, vm: Vm | None = None) -> None:
-        """Start a worker pool in place of one that is gone: on this VM, or another one."""
+        """Replace a worker pool that is gone: on this VM if one is given, else on another VM."""
         if self.vms.replace(vm):
             self.start_data_processes()
         elif not self.vms.by_number:
@@ -336,9 +348,9 @@ class DataSide:
     # ------------------------------------------------------------ its end
 
     def close(self) -> None:
-        """End all its processes.
+        """End all data processes.
 
-        The agents report when theirs have ended. The worker thread ends the coordinator, which
+        The agents report when theirs have ended. The worker thread ends the coordinator, since that
         takes a while.
         """
         self._reach(Phase.CLOSED)
@@ -355,7 +367,7 @@ class DataSide:
             self._end_job(number)
 
     def postpone_end(self) -> None:
-        """Give the agents their time anew, since something of the run still arrives."""
+        """Restart the agents' deadline, since data of the run still arrive."""
         self._gone_by = time.monotonic() + _END_SECONDS
 
     @property
@@ -366,5 +378,5 @@ class DataSide:
 
     @property
     def gone(self) -> bool:
-        """Whether it was closed, and no process of it is left."""
+        """Whether the data side was closed and none of its processes is left."""
         return self.closed and all(vm.gone for vm in self.vms.started.values())

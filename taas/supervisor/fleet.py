@@ -1,4 +1,4 @@
-"""The supervisor's VMs, of all engines: leased to runs, idle, with kept ranks, or given back."""
+"""The supervisor's VMs of all engines: leased to runs, idle, holding kept ranks, or released."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "pr
 
 
 class Fleet:
-    """The VMs of all engines; an engine is started when it is first asked for.
+    """The VMs of all engines; an engine is started when a VM is first requested from it.
 
-    ``started`` is called when there are new VMs or a new engine, ``strike`` with each VM that is
-    about to end, and ``ended`` when the agents of VMs that were given back or lost have exited.
+    ``started`` is called when there are new VMs or a new engine, ``strike`` for each VM that is
+    about to end, and ``ended`` when the agents of released or lost VMs have exited.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Fleet:
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines that were asked for until now."""
+        """The engines that have been used so far, including this machine's."""
         return list(self._engines.values())
 
     def find(self, key: str) -> Vm | None:
@@ -72,14 +72,14 @@ class Fleet:
         return self._by_key.get(key)
 
     def warm_up(self, *, idle: bool) -> None:
-        """Start an agent on this machine, before a run is submitted.
+        """Start an agent on this machine before a run is submitted.
 
-        ``idle``: no run is expected yet, so that it starts at idle priority.
+        With ``idle`` no run is expected yet, and the agent starts at idle priority.
         """
         self._start(self._local, Demand(), 1, idle=idle)
 
     def prepare(self, choice: EngineChoice) -> Engine:
-        """Return an engine, started if it was not yet."""
+        """Return an engine, and start it if it is not running yet."""
         key = choice.kind, choice.address
         if key not in self._engines:
             self._engines[key] = start_engine(choice, self._control.listen, self._scratch)
@@ -96,9 +96,9 @@ class Fleet:
         data: bool = False,
         idle: bool = False,
     ) -> list[Vm]:
-        """Ask an engine for VMs, as replacements of the ``lost`` ones if there are any.
+        """Request VMs from an engine, as replacements for the ``lost`` ones if there are any.
 
-        They are up when their agents say so.
+        A VM is up when its agent reports so.
         """
         up, numbers = self._control.up, range(self._count, self._count + count)
         self._count += count
@@ -140,10 +140,10 @@ class Fleet:
     # ------------------------------------------------------------ for runs
 
     def lease(self, run: str, submit: Submit, kept: Sequence[Vm] = ()) -> list[Vm]:
-        """Lease the VMs for a run's ranks: those of the ranks that were ``kept`` for it, if any.
+        """Lease the VMs for a run's ranks: the ``kept`` ones, if any; otherwise idle or new ones.
 
         Raises:
-            EngineError: the VMs cannot be had.
+            EngineError: the VMs cannot be obtained.
         """
         for vm in kept:
             vm.run = run
@@ -168,7 +168,7 @@ class Fleet:
     ) -> list[Vm]:
         """Lease VMs of an engine to a run: idle ones first, then new ones.
 
-        Idle VMs of a cluster that do not fit are given back first, so that they do not block new
+        Idle VMs of a cluster that do not fit are released first, so that they do not block new
         ones.
         """
         self.step()
@@ -185,8 +185,8 @@ class Fleet:
     def _fitting(self, engine: Engine, demand: Demand, count: int, *, data: bool) -> list[Vm]:
         """Return idle VMs for a run.
 
-        On this machine these are as many as there are; of a cluster, a whole group of this shape
-        and size, or none.
+        On this machine, return as many as there are, up to ``count``. On a cluster, return a whole
+        group of the requested shape and size, or nothing.
         """
         idle = [vm for vm in self._idle if self._of[vm] is engine and vm.data == data]
         if not engine.remote:
@@ -197,10 +197,10 @@ class Fleet:
         return list(groups[0]) if groups else []
 
     def replace(self, submit: Submit, vms: list[Vm]) -> list[Vm]:
-        """Return a run's VMs, each lost one replaced by a new one, which gets the lost one's GPUs.
+        """Return a run's VMs, with each lost one replaced by a new one, which gets its GPUs.
 
         Raises:
-            EngineError: a new VM cannot be had.
+            EngineError: a new VM cannot be obtained.
         """
         lost = [vm for vm in vms if vm.gone]
         if not lost:
@@ -215,16 +215,16 @@ class Fleet:
         return [found.get(vm, vm) for vm in vms]
 
     def lease_data(self, run: str, submit: Submit, vms: list[Vm]) -> DataVms | None:
-        """Return the VMs for a run's data, if it has any: those leased to it already, and new ones.
+        """Return the VMs for a run's data, if it has any: those already leased to it, and new ones.
 
         Raises:
-            EngineError: the VMs cannot be had.
+            EngineError: the VMs cannot be obtained.
         """
         if submit.delivery is None:
             return None
         count, demand = submit.cell.spec.data_vms, demand_of(submit, DATA_VM)
         engine = self.prepare(submit.engine)
-        if not engine.remote:  # a machine has one agent: its data VMs are worker pools
+        if not engine.remote:  # this machine has one agent, and its data VMs are worker pools
             return DataVms([vms[0]] * count, vms[0], lambda: engine.here, lambda: None)
         return DataVms(
             self._own(run, engine, count, demand),
@@ -234,9 +234,9 @@ class Fleet:
         )
 
     def _own(self, run: str, engine: Engine, count: int, demand: Demand) -> list[Vm]:
-        """Return this many VMs for a run's data: those leased to it already, and new ones.
+        """Return ``count`` VMs for a run's data: those already leased to it, and new ones.
 
-        New ones are asked for one at a time, since each of them may come alone.
+        New VMs are requested one at a time, since each of them may come up separately.
         """
         data = engine.remote
         own = [
@@ -253,7 +253,7 @@ class Fleet:
             return None
 
     def keep(self, run: str, vms: list[Vm], idle: float) -> None:
-        """Keep a run's ranks on its VMs, and take its other VMs back."""
+        """Keep a run's ranks on its VMs, and take back the run's other VMs."""
         for vm in vms:
             vm.run = KEPT
         self.release(run, idle)
@@ -273,10 +273,10 @@ class Fleet:
         return [vm for vm in self._of if vm.run is None]
 
     def step(self) -> None:
-        """Give back the idle VMs that are of no use any more.
+        """Release the idle VMs that are of no use any more.
 
-        These are unfit ones, and of a cluster those that waited too long, or whose group is not
-        whole.
+        These are unfit VMs and, on a cluster, VMs that have been idle for too long or whose group
+        is no longer complete.
         """
         now, idle = time.monotonic(), self._idle
         groups = {id(vm.group): vm.group for vm in idle if vm.remote}
@@ -288,13 +288,13 @@ class Fleet:
         )
 
     def release_idle(self) -> int:
-        """Give back the VMs that no run uses; returns how many."""
+        """Release the VMs that no run uses; return how many."""
         return self.give_back(self._idle)
 
     def give_back(self, vms: Iterable[Vm]) -> int:
-        """Give VMs back to their engine, as far as they are there; returns how many."""
+        """Release those of these VMs that are not gone; return how many."""
         there = [vm for vm in vms if not vm.gone]
-        for vm in reversed(there):  # a poller forgets its last source fastest
+        for vm in reversed(there):  # a poller removes its last source fastest
             self._strike(vm)
             vm.end(self._worker)
             vm.gone = True
@@ -306,7 +306,7 @@ class Fleet:
     # ------------------------------------------------------------ life and death
 
     def beat(self) -> list[Vm]:
-        """Send signs of life to remote agents, if it is time; return VMs out of reach."""
+        """Send heartbeats to remote agents if they are due; return the VMs out of reach."""
         if time.monotonic() < self._next_beat:
             return []
         self._next_beat = time.monotonic() + deadlines.BEAT
@@ -316,16 +316,16 @@ class Fleet:
         return [vm for vm in self._of if self._control.is_out_of_reach(vm.key)]
 
     def lose(self, vm: Vm, how: str) -> str:
-        """Give back a VM whose agent is gone or out of reach; return how it ended.
+        """Release a VM whose agent is gone or out of reach; return how it ended.
 
-        ``how`` says it, if that is known already.
+        ``how`` describes it, if that is already known.
         """
         how = how or vm.machine.how_it_ended()
         self.give_back([vm])
         return how
 
     def close(self) -> None:
-        """Give back all VMs, and end all engines."""
+        """Release all VMs, and end all engines."""
         for vm in self._of:
             if vm.remote:
                 vm.send(Leave())
@@ -335,12 +335,12 @@ class Fleet:
 
 
 def _leaves(vm: Vm) -> bool:
-    """Tell whether the group of a cluster's VM has to do without it."""
+    """Return whether a VM of a cluster is lost to its group."""
     return vm.gone or vm.unfit or bool(vm.machine.ending) or not vm.up
 
 
 class KeptRanks:
-    """The ranks that a notebook keeps between two `--keep` cells, with their VMs."""
+    """The ranks that a notebook keeps between two ``--keep`` cells, with their VMs."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -359,8 +359,9 @@ class KeptRanks:
         """Return the run whose kept ranks a cell has to run in, if there is one.
 
         Raises:
-            RanksGone: the cell needs names that only the kept ranks had, and these are gone.
-            EngineError: the kept ranks differ from what the cell asks for.
+            RanksGone: the cell needs variables that only the kept ranks had, and these ranks are
+                gone.
+            EngineError: the kept ranks differ from those that the cell asks for.
         """
         run = self._run if submit.cell.spec.keep else None
         if submit.left_to and (run is None or run.recorder.record.id != submit.left_to):
@@ -370,7 +371,7 @@ class KeptRanks:
         return run
 
     def hand_over(self) -> None:
-        """Note that another run has the ranks now."""
+        """Record that another run has the ranks now."""
         self._leave("another cell has them")
 
     def _leave(self, why: str) -> None:
@@ -389,9 +390,10 @@ class KeptRanks:
         return run.submit.cell.spec.world_size
 
     def lose(self, vm: Vm, run: Run | None, how: str) -> None:
-        """End the kept ranks, since some of them died on a VM.
+        """End the kept ranks, since some of them died on this VM.
 
-        A run whose names are still being taken is marked: its ranks will not be kept.
+        A run that has ended, but whose client is still receiving its variables, is marked: its
+        ranks will not be kept.
         """
         if self._run is not None and vm in self._run.vms:
             self.end(how)
@@ -399,7 +401,7 @@ class KeptRanks:
             run.ranks.lost = how
 
     def step(self) -> None:
-        """End the kept ranks if no cell has come for them in time."""
+        """End the kept ranks if no cell has used them in time."""
         if time.monotonic() > self._until:
             self.end("no cell came for the time that [keep] idle in taas.toml gives")
 
@@ -418,7 +420,7 @@ def _check_alike(run: Run, submit: Submit) -> None:
 
 
 def _lasting(submit: Submit) -> dict[str, object]:
-    """Return what two cells must have in common to run in the same ranks."""
+    """Return the properties that two cells must have in common to run in the same ranks."""
     return {
         "world_size": submit.cell.spec.world_size,
         **submit.cell.spec.of_ranks(),

@@ -1,17 +1,17 @@
-"""Finding that a run makes no progress, and which rank is the odd one.
+"""Detect that a run makes no progress, and which rank is the cause.
 
-From outside, cheaply, every now and then: what each rank has written, the processor time it has
-used, whether it is stopped. Only when that gives reason are ranks asked for their stacks, by a
-signal (runs/stacks.py). A run is in trouble when
+At intervals, the watch looks at each rank cheaply and from outside: how much it has written, how
+much processor time it has used, and whether it is stopped. Only if this gives reason for suspicion
+are the ranks asked for their stacks, by a signal (runs/stacks.py). A run is in trouble if
 
-* a rank is stopped (SIGSTOP), seen twice; or
-* some ranks have ended the cell, and all others have stood in a collective for ten seconds (or the
-  hang timeout, if that is shorter); or
-* for the hang timeout no rank has written anything, used the processor or changed its place. On
-  GPUs a rank that waits in a collective may spin: there its processor time says nothing.
+* a rank is stopped (SIGSTOP) in two successive looks; or
+* some ranks have ended the cell, and all others have been waiting in a collective for ten seconds
+  (or for the hang timeout, if that is shorter); or
+* for the hang timeout, no rank has written anything, used the processor or moved on in its code.
+  On GPUs, a rank that waits in a collective may spin, so its processor time proves nothing there.
 
-The run goes on: the cell says what is wrong, and its user decides. While an interrupted cell is
-finishing, it says where its ranks stand.
+The run continues: the cell displays what is wrong, and the user decides what to do. While an
+interrupted cell is finishing, the cell displays where its ranks are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from taas.supervisor.stages import Stage
 
 
 class WatchedRun(Protocol):
-    """What the watch needs of the run that it watches (supervisor/runs.py)."""
+    """The attributes of a run that its watch needs (supervisor/runs.py)."""
 
     submit: Submit
     recorder: Recorder
@@ -42,11 +42,11 @@ class WatchedRun(Protocol):
 
     @property
     def stage(self) -> Stage:
-        """Return where the run stands."""
+        """Return the run's stage."""
 
 
 class HangWatch:
-    """Looks at one run's ranks."""
+    """Watches the ranks of one run."""
 
     def __init__(self, run: WatchedRun) -> None:
         self._run = run
@@ -67,12 +67,12 @@ class HangWatch:
         self._suspicious = False
 
     def watch_finish(self) -> None:
-        """The run is finishing: look where its ranks stand, if that lasts."""
+        """Look at where the ranks are, now that the run is finishing, if that takes long."""
         self._period = deadlines.FINISHING_LOOK
         self._next = time.monotonic() + self._period
 
     def step(self) -> None:
-        """Look, if it is time; a look on its way is waited for, if that is not too long."""
+        """Look at the ranks if it is time; wait for a look under way unless it is overdue."""
         looks = self._run.stage in (Stage.RUNNING, Stage.FINISHING)
         if looks and time.monotonic() >= self._next:
             if self._missing and time.monotonic() < self._looked_at + deadlines.HANG_LOOK_OVERDUE:
@@ -82,12 +82,12 @@ class HangWatch:
                 self._look(stacks=finishing or self._suspicious or bool(self._askers))
 
     def ask(self, reply: Callable[[Message], object]) -> None:
-        """Have somebody told where the ranks stand."""
+        """Send the ranks' positions to a client when they are known, by calling ``reply``."""
         self._askers.append(reply)
         self._look(stacks=True)
 
     def _look(self, *, stacks: bool) -> None:
-        """Begin to look, in place of a look that is on its way."""
+        """Begin a look, which replaces any look under way."""
         self._look_number += 1
         self._looked_at = time.monotonic()
         self._next = self._looked_at + self._period
@@ -98,13 +98,13 @@ class HangWatch:
             self._complete()
 
     def take(self, job: int, seen: RanksSeen) -> None:
-        """Take in what an agent saw."""
-        if seen.look == self._look_number:  # else it comes too late
+        """Process what an agent has seen."""
+        if seen.look == self._look_number:  # otherwise it comes too late
             self._seen |= {rank.rank: rank for rank in seen.ranks}
             self.lose_vm(job)
 
     def lose_vm(self, number: int) -> None:
-        """A VM has nothing more to say, or will not answer any more."""
+        """Stop waiting for a VM that has nothing more to report or will not reply any more."""
         if number in self._missing:
             self._missing.discard(number)
             if not self._missing:
@@ -134,7 +134,7 @@ class HangWatch:
             self._progressed(self._before.get(number), rank, now - self._before_at)
             for number, rank in there.items()
         )
-        # a rank waits for a person, and the others for that rank
+        # the rank waits for a person, and the other ranks wait for that rank
         asks = bool(self._run.recorder.record.questions)
         if moved or not there or asks:
             self._quiet_since = now

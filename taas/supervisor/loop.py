@@ -1,4 +1,4 @@
-"""A supervisor's life: one loop over its clients, its agents, its kernel and the clock."""
+"""The supervisor's main loop, which serves its clients, its agents, its kernel and the clock."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """The supervisor of one kernel's runs; ``up`` is what the kernel has to know to connect."""
+    """The supervisor of one kernel's runs.
+
+    Attributes:
+        up: the data that the kernel needs to connect.
+    """
 
     def __init__(self, config: SupervisorConfig, tie: KernelTie, scratch: Path) -> None:
         self._config, self._tie = config, tie
@@ -78,7 +82,7 @@ class Supervisor:
     # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Serve until the kernel is gone, and no background run is left."""
+        """Serve until the kernel is gone and no background run is left."""
         self._sources.on(self._control.gate.socket, self._control.gate.answer)
         self._sources.on(self._control.socket, self._hear)
         for source in self._tie.sources:
@@ -99,7 +103,7 @@ class Supervisor:
                 self._look_after()
                 self._conclude_runs()
                 self._release()
-                # an agent that was given back may hold GPUs until it has exited
+                # an agent of a released VM may hold GPUs until it has exited
                 while self._submits and not self._worker.pending:
                     self._submit(*self._submits.pop(0))
                 if not self._worker.pending:
@@ -113,12 +117,12 @@ class Supervisor:
             if key in self._control.clients:
                 try:
                     message = self._read_client(data)
-                except Unreadable:  # a terminal's taas of another release
+                except Unreadable:  # the message of a terminal's taas of another version
                     continue
                 self._hear_client(key, route, message)
                 continue
             vm = self._fleet.find(key)
-            if vm is None:  # it was given back, and its last words came late
+            if vm is None:  # the VM was released, and this message of its agent came late
                 continue
             try:
                 said = self._read_agent(data)
@@ -139,9 +143,10 @@ class Supervisor:
             self._tie.arm()
 
     def _lose_kernel(self) -> None:
-        """Take in that the kernel is gone, or has let go of this process.
+        """React to the kernel's exit, or to its request to detach from this process.
 
-        Foreground runs end. Without a background run, so does this process, with all below it.
+        Foreground runs end. If there is no background run, this process ends too, with all
+        processes below it.
         """
         logger.info("the kernel is gone")
         self._kernel_gone = True
@@ -150,7 +155,7 @@ class Supervisor:
         for source in self._tie.sources:
             self._sources.off(source)
         if not self._in_background:
-            return  # the loop ends, and with it everything
+            return  # the loop ends, and everything with it
         self._kept.end("their kernel ended")
         self._fleet.release_idle()
         for run in list(self._runs.values()):
@@ -161,13 +166,13 @@ class Supervisor:
         if run.stage not in ENDED:
             run.abandon()
         elif run.stage is Stage.OVER:
-            self._forget(run)  # its names were taken, or nobody will take them
+            self._forget(run)  # its variables were received, or no client will receive them
         run.found.let_go = True
 
     # ------------------------------------------------------------ clients
 
     def _hear_client(self, key: str, route: bytes, message: Message) -> None:
-        """Act on a message of the kernel, or of a visitor who could read the connection file."""
+        """Handle a message from the kernel, or from a visitor that read the connection file."""
         run = self._runs.get(getattr(message, "run", ""))
         log_message(logger, "heard from the kernel or a visitor:", message)
         match message:
@@ -194,9 +199,9 @@ class Supervisor:
                 self._let_go(run)
 
     def _release(self) -> None:
-        """Do what ``%taas release`` asked for, once no run's names are still to be taken.
+        """Carry out ``%taas release`` once no run is left whose variables are still to be received.
 
-        What those runs had is idle then, and is given back with the rest.
+        The VMs of such runs are idle then, and are released with the other idle VMs.
         """
         while self._releases and all(run.stage not in ENDED for run in self._runs.values()):
             ranks = self._kept.end("%taas release, or %unload_ext taas, ended them")
@@ -204,7 +209,7 @@ class Supervisor:
             self._worker.after(partial(self._control.reply, self._releases.pop(0), released))
 
     def _check_name(self, wanted: str | None) -> None:
-        """Check that no other run that goes on has the wanted name, here or elsewhere."""
+        """Check that no other run under way, of any supervisor, has the wanted name."""
         others = [record for record in read_records() if record.live] if wanted else []
         owner = next((f" of {record.owner}" for record in others if record.name == wanted), "")
         if owner or wanted in self._runs or wanted in self._queue.names:
@@ -213,7 +218,7 @@ class Supervisor:
             )
 
     def _submit(self, key: str, submit: Submit) -> None:
-        """Begin a run, let it wait for devices, or refuse it."""
+        """Begin a run, queue it until devices are free, or refuse it."""
         recorder = kept = None
         try:
             self._check_name(submit.cell.spec.name)
@@ -230,7 +235,7 @@ class Supervisor:
             self._begin(run)
 
     def _make_or_queue(self, submit: Submit, recorder: Recorder, kept: Run | None) -> Run | None:
-        """Make a run, or put it into the queue, if it may wait: behind those that wait already."""
+        """Make a run, or append it to the queue, if it may wait."""
         try:
             if submit.queue and self._queue.names:
                 raise NotEnoughDevices("other runs wait for devices")
@@ -241,15 +246,15 @@ class Supervisor:
         self._queue.check_room()
         self._queue.note_kept(hold_gpus=keep_gpus(self._fleet.vms))
         self._queue.add(submit, recorder)
-        self._tie_to_kernel()  # a run that waits outlives the kernel, too
+        self._tie_to_kernel()  # a run in the queue outlives the kernel, too
         return None
 
     def _make_run(self, submit: Submit, recorder: Recorder, kept: Run | None = None) -> Run:
-        """Lease what a run needs, and make it; where part of that cannot be had, nothing is leased.
+        """Lease what a run needs, and make it; if a part cannot be obtained, nothing is leased.
 
         Raises:
-            NotEnoughDevices: other runs have them.
-            EngineError, OSError, RuntimeError: it cannot begin.
+            NotEnoughDevices: other runs have the devices.
+            EngineError, OSError, RuntimeError: the run cannot begin.
         """
         name, worker = recorder.record.name, None
         if submit.queue:
@@ -304,7 +309,7 @@ class Supervisor:
         run.look_at_machines()
 
     def _restart(self, run: Run) -> bool:
-        """Start a run again, with new VMs for lost ones; return whether they could be had."""
+        """Start a run again, with new VMs for lost ones; return whether they could be obtained."""
         try:
             vms = self._fleet.replace(run.submit, run.vms)
             data = self._fleet.lease_data(run.name, run.submit, vms)
@@ -325,7 +330,7 @@ class Supervisor:
 
     def _conclude_runs(self) -> None:
         for run in list(self._runs.values()):
-            # with no work pending, what lost agents have left has ended, too
+            # if no work is pending, the processes that lost agents left behind have ended, too
             swept = not self._worker.pending
             run.step(swept=swept, hear_no_more=self._sources.off, then=self._conclude)
 
@@ -406,9 +411,9 @@ class Supervisor:
         self._kept.lose(vm, run, f"their agent was {how}")
 
     def _sweep(self, times: int = SWEEPS) -> None:
-        """End the processes that agents have left, until there are none.
+        """End the processes that agents have left behind, in up to ``times`` rounds.
 
-        It is what :func:`sweep_orphans` does, by the worker thread.
+        This does the work of :func:`sweep_orphans` in the worker thread.
         """
         own = [pid for engine in self._fleet.engines for pid in engine.pids()]
         own += [
@@ -420,13 +425,13 @@ class Supervisor:
 
 
 def _note_failure(done: Future[None]) -> None:
-    """Log that tidying up went wrong, which is no reason to end runs."""
+    """Log a failure to tidy up, which is no reason to end runs."""
     if (error := done.exception()) is not None:
         logger.warning("tidying up went wrong", exc_info=error)
 
 
 def _refused(error: Exception) -> Refused:
-    """Return the message that tells a client why its run cannot begin."""
+    """Return the message that reports to a client why its run cannot begin."""
     if isinstance(error, EngineError):
         refused = Refused(error=type(error).__name__, message=str(error))
     else:
@@ -437,9 +442,9 @@ def _refused(error: Exception) -> Refused:
 
 
 def _end(control: ControlSocket, fleet: Fleet) -> None:
-    """End everything, even if one step fails.
+    """Shut everything down, even if one step fails.
 
-    What runs here ends first, then what engines have elsewhere.
+    Processes on this machine end first, then those that engines have on other machines.
     """
     linux.kill_in(deadlines.END_SUPERVISOR)
     raise_limit()
@@ -472,7 +477,7 @@ def main() -> None:
             os.dup2(os.open(scratch / "supervisor.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
             os.dup2(1, 2)
         supervisor.run()
-    except Exception:  # its agents end with it; the notebook names the log
+    except Exception:  # its agents end with it, and the notebook's error message names the log
         logger.exception(process_log.BROKE_DOWN)
     finally:
         remove_tree(scratch)

@@ -1,4 +1,4 @@
-"""A run's ranks: their jobs, one on each VM, and the verdict on how the run ended."""
+"""The jobs of a run's ranks, one on each VM, and the verdict on how the run ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from taas.supervisor.vms import Vm
 
 
 class StartedRun(Protocol):
-    """What the jobs of ranks need of one start of their run (supervisor/runs.py)."""
+    """The attributes of a start of a run that the jobs of its ranks need (supervisor/runs.py)."""
 
     name: str
     submit: Submit
@@ -42,24 +42,25 @@ class StartedRun(Protocol):
 
 
 class JobStage(Enum):
-    """How far the job of a VM's ranks is; it never goes back."""
+    """How far the job of a VM's ranks has got; it never goes back."""
 
     DUE = auto()
     STARTED = auto()
     OVER = auto()
-    """It has ended, was lost with its VM, or will not be started any more."""
+    """The job has ended, was lost with its VM, or will not be started any more."""
 
 
 class RankJobs:
-    """The jobs of the ranks, in one start of a run, by the number of their VM.
+    """The jobs of the ranks in one start of a run, indexed by the number of their VM.
 
     Attributes:
-        continues: the ranks are those that an earlier run, whose jobs were ``before``, has kept.
-        jobs: how far each is.
+        continues: whether the ranks are those that an earlier run has kept; its jobs were
+            ``before``.
+        jobs: the stage of each job.
         kept: the ranks that stay on each VM.
-        lost: how kept ranks died after the run; empty while they are there.
-        store: where the ranks find each other, once it is open; None after a failure, which breaks
-            groups off.
+        lost: how kept ranks died after the run; empty while they are alive.
+        store: the address of the store at which the ranks rendezvous, once it is open; None after a
+            failure, which breaks process groups.
     """
 
     def __init__(self, run: StartedRun, before: RankJobs | None) -> None:
@@ -72,7 +73,7 @@ class RankJobs:
         self._end_by = self._patient_by = float("inf")
 
     def name(self, number: int) -> str:
-        """Return a VM's name in messages, such as ``g2.8-0``; empty for this machine alone."""
+        """Return a VM's name for messages, such as ``g2.8-0``; empty for this machine alone."""
         if len(self.vms) == 1 and not self.vms[0].remote:
             return ""
         name = f"{self._submit.cell.spec.instance or 'vm'}-{number}"
@@ -80,7 +81,7 @@ class RankJobs:
         return f"{name} ({place})" if place else name
 
     def loss(self, number: int, how: str) -> str:
-        """Say what was lost with a VM, and how."""
+        """Describe what was lost with a VM, and how."""
         agent = f"the agent{named('of', self.name(number))} was {how}"
         match self.jobs[number]:
             case JobStage.DUE if self.vms[number].remote:
@@ -93,12 +94,13 @@ class RankJobs:
                 return f"{agent}; it took rank 0's names with it"
 
     def lack_of_gpus(self) -> str:
-        """Say why ranks cannot have the GPUs that they need; the VMs are up.
+        """Return why ranks cannot have the GPUs that they need, now that the VMs are up; else ''.
 
-        A VM has fewer of them, where not all have none, and are rehearsed; or it has parts of some.
+        Either some VM has fewer GPUs than needed (if no VM has any, the run is rehearsed instead),
+        or the engine assigned MIG instances, which are parts of GPUs.
         """
         needed = self._submit.cell.spec.gpus_per_vm
-        # this machine's were refused before; a remote VM's are known only now
+        # MIG devices of this machine were refused before; those of a remote VM are known only now
         parts = [gpu for vm in self.vms if vm.remote for gpu in vm.given if gpu.startswith("MIG-")]
         if refused := refused_as_mig(parts, needed):
             return refused
@@ -114,7 +116,7 @@ class RankJobs:
         )
 
     def device_in_words(self) -> str:
-        """Say what the ranks run on, where only the engine knew; else nothing."""
+        """Return the device that the ranks use, if only the engine knew it before; else ''."""
         spec = self._submit.cell.spec
         if not self.vms[0].remote or not spec.gpus_per_rank:
             return ""
@@ -124,7 +126,7 @@ class RankJobs:
         return counted(count, "GPU")
 
     def begin(self, delivery: Callable[[int], DeliveryConfig] | None) -> None:
-        """Start the ranks: all at once if the store is open, else first those of the first VM.
+        """Start the ranks: all at once if the store is open, otherwise those of the first VM first.
 
         The agent of the first VM opens the store.
         """
@@ -178,26 +180,26 @@ class RankJobs:
         return {number: self.vms[number] for number in started}
 
     def may_say(self, vm: Vm, job: int, said: JobSays) -> bool:
-        """Tell whether what is said is about a job, and a rank, of this VM."""
+        """Return whether a message is about a job, and a rank, of the VM that sent it."""
         rank = getattr(said, "rank", None)
         own = rank is None or rank // self._submit.cell.spec.ranks_per_vm == job
         return own and 0 <= job < len(self.vms) and self.vms[job] is vm
 
     def tell(self, number: int, said: JobHears) -> None:
-        """Send a message about a job to its agent."""
+        """Send a message about a job to the agent of its VM."""
         self.vms[number].send(OfJob(run=self._run.name, job=number, said=said))
 
     def answer(self, answer: Answer) -> None:
-        """Pass on a person's answer to a rank's question."""
+        """Forward a person's reply to a rank's question."""
         number = answer.rank // self._submit.cell.spec.ranks_per_vm
         if number in self.busy:
             self.tell(number, answer)
 
     @property
     def notice(self) -> str:
-        """Why VMs will be taken away soon, so that the cell may still save what it has.
+        """Why VMs will be taken away soon, so that the cell can still save its state.
 
-        Empty for a run that may start again, which goes on until then.
+        It is empty for a run that may start again: such a run continues until its VMs are gone.
         """
         spec = self._submit.cell.spec
         again = not spec.keep and self._run.restarts < spec.max_restarts
@@ -213,13 +215,13 @@ class RankJobs:
 
     @property
     def over(self) -> bool:
-        """Whether no rank is there, and none will be."""
+        """Whether no rank is left, and none will be started."""
         return all(job is JobStage.OVER for job in self.jobs)
 
     def end(self, how: How, *, names: bool, begun: bool) -> None:
-        """End all ranks, as :class:`taas.protocol.agents.EndJob` says.
+        """End all ranks, as described in :class:`taas.protocol.agents.EndJob`.
 
-        Where no rank has ``begun`` the cell, nothing has to be finished.
+        If no rank has ``begun`` the cell, nothing has to be finished.
         """
         by = time.monotonic() + deadlines.END_RANKS
         if how == "now":
@@ -233,7 +235,7 @@ class RankJobs:
             self.tell(number, EndJob(how=how, names=names))
 
     def postpone_end(self) -> None:
-        """Give the agents their time anew, since something of the run still arrives."""
+        """Restart the agents' deadlines, since data of the run still arrive."""
         by, never = time.monotonic() + deadlines.END_RANKS, float("inf")
         self._end_by = by if self._end_by < never else never
         self._patient_by = by if self._patient_by < never else never
@@ -242,14 +244,14 @@ class RankJobs:
     def overdue(self) -> list[Vm]:
         """The VMs that have not ended their ranks in time.
 
-        Until all has to end now, a VM elsewhere may take its time: what the cell wrote there has to
-        come home.
+        Unless the ranks have to end now, a VM on another host is not limited in time, since the
+        files that the cell wrote there have to be transferred.
         """
         now, here = time.monotonic(), min(self._end_by, self._patient_by)
         return [vm for vm in self.busy.values() if now > (self._end_by if vm.remote else here)]
 
     def forget(self) -> None:
-        """Tell the agents to forget the jobs: nobody needs what they hold."""
+        """Tell the agents to forget the jobs: the memory that they hold is not needed any more."""
         for number in range(len(self.vms)):
             self.tell(number, JobRequest(what="forget"))
 
@@ -261,21 +263,22 @@ _LOST = ("died", "orphaned", "ended")
 
 
 class Findings:
-    """What the supervisor has found out about one start of a run.
+    """The facts that the supervisor has gathered about one start of a run.
 
     Attributes:
         started: the ranks that have begun the cell.
-        ended: how ranks have ended, as they or their agents said.
-        answer: rank 0's names, if they came.
-        notices: what the cell says when the run is over.
-        kept: what the cell says then about writes of ranks other than 0.
-        presses: how often a person interrupted the run.
-        interrupted: a person interrupted it, or its client is gone, before it had failed.
-        let_go: its client takes no names from it.
-        stopped: from where it was interrupted, if not from its own cell.
+        ended: how ranks have ended, as reported by them or by their agents.
+        answer: rank 0's variables, once they have been received.
+        notices: lines that the cell shows when the run is over.
+        kept: lines that the cell shows then about files written by ranks other than 0.
+        presses: how often a person has interrupted the run.
+        interrupted: whether a person interrupted the run, or its client disappeared, before it
+            failed.
+        let_go: whether the client declines the run's variables.
+        stopped: from where the run was interrupted, if not from its own cell.
         lost: which VM was lost, and how.
-        trouble: what else keeps the run from going on.
-        error: the class of :mod:`taas.errors` for ``lost`` and ``trouble``.
+        trouble: any other reason why the run cannot continue.
+        error: the name of the class in :mod:`taas.errors` for ``lost`` and ``trouble``.
     """
 
     def __init__(self, spec: RunSpec, ranks: RankJobs) -> None:
@@ -293,9 +296,9 @@ class Findings:
         self.error = RunLost.__name__
 
     def take(self, ended: RankEnded) -> None:
-        """Take in how the cell ended in a rank; names that are elsewhere still have to come.
+        """Record how the cell ended in a rank; variables on another host are transferred later.
 
-        Clocks of VMs elsewhere may be wrong: of their ranks counts when it was heard.
+        Clocks of VMs on other hosts may be wrong, so for their ranks the time of reception counts.
         """
         if self._ranks.vms[ended.rank // self._spec.ranks_per_vm].remote:
             ended = msgspec.structs.replace(ended, at=time.time())
@@ -311,7 +314,7 @@ class Findings:
 
     @property
     def loss(self) -> str:
-        """Return what was lost, if another start may go better; else empty."""
+        """Return what was lost, if another start may succeed; otherwise empty."""
         may = not self.trouble and self.error == RunLost.__name__
         return what_was_lost(self.verdict) if may else ""
 
@@ -319,8 +322,8 @@ class Findings:
     def verdict(self) -> Verdict:
         """How the run ended.
 
-        Where kept ranks were lost before any of them began the cell, they are gone (`RanksGone`),
-        and the cell runs in new ones.
+        If kept ranks were lost before any of them began the cell, the error is `RanksGone`, and the
+        notebook runs the cell in new ranks.
         """
         verdict = self._verdict()
         lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
@@ -356,9 +359,9 @@ class Findings:
         )
 
     def _after_interrupt(self, failed: list[RankEnded]) -> str:
-        """Say who interrupted the run, and what failed while its cell was finishing.
+        """Return who interrupted the run, and which error occurred while its cell was finishing.
 
-        What that would have saved is lost.
+        That error is reported because the code that failed may have been saving results.
         """
         own = [
             ended
@@ -374,7 +377,7 @@ class Findings:
         )
 
     def _names_in_words(self) -> str:
-        """Say what became of rank 0's names, of a run that is not done."""
+        """Describe what became of rank 0's variables in a run that is not done."""
         if self._spec.returned == ():
             return "no names came back, as none were asked for"
         if self.answer is not None:
@@ -385,9 +388,9 @@ class Findings:
         return f"no names came back: rank 0 {ended.message}"
 
     def _left_before(self, first: RankEnded) -> str:
-        """Name the ranks that had ended well before the first rank's collective failed.
+        """List the ranks that had ended well before the collective of the first failed rank failed.
 
-        That collective may have missed them.
+        The collective may have failed because those ranks were missing.
         """
         if not failed_in_collective(first):
             return ""
@@ -396,8 +399,8 @@ class Findings:
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
 
     def _waited_for(self, first: RankEnded, undone: list[RankEnded]) -> list[RankEnded]:
-        """Return the ranks that failed only because the first one was missing in a collective."""
-        # it waited itself, so that no rank can be said to have waited for it
+        """Return the ranks that failed only because ``first`` was missing in a collective."""
+        # ``first`` was waiting in a collective itself, so no other rank failed by waiting for it
         if failed_in_collective(first):
             return []
         return [
@@ -409,8 +412,8 @@ class Findings:
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return the rank that failed first; others may have failed because of it.
 
-        The earliest wins, but for a rank that died: its peers' collectives fail at once, while its
-        own death is stamped when its agent sees it.
+        The earliest failure wins, with one exception, a rank that died: the collectives of its
+        peers fail at once, whereas its own death gets its time stamp only when its agent notices.
         """
         earliest = min(failed, key=lambda ended: ended.at)
         until = earliest.at + deadlines.DEATH_IS_THE_CAUSE
@@ -422,7 +425,7 @@ class Findings:
 
 
 def what_was_lost(verdict: Verdict) -> str:
-    """Say what of a run was lost; empty where nothing was."""
+    """Return which part of a run was lost; empty if nothing was."""
     if verdict.outcome == "lost":
         return verdict.message
     first = verdict.first
@@ -432,6 +435,6 @@ def what_was_lost(verdict: Verdict) -> str:
 
 
 def failed_in_collective(ended: RankEnded) -> bool:
-    """Whether a rank failed where ranks wait for each other, as far as its error tells."""
+    """Return whether a rank failed in a collective, as far as its error shows."""
     in_torch = any("torch/distributed/" in line for line in ended.traceback)
     return in_torch or bool(re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE))

@@ -1,4 +1,4 @@
-"""The only writer of a run's record (runs/records.py), which also holds where the run stands."""
+"""The only writer of a run's record (runs/records.py), which also holds the stage of the run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from taas.runs.records import ANSWER, LOADERS, PAYLOAD, keep, new_folder, write_
 from taas.supervisor.stages import WORDS, Stage, check_step
 
 _RESERVE_BYTES = 64 << 10
-_EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size
+_EXPORTED_BYTES = 64 << 20  # variables of a foreground run are kept up to this size
 _CURVE_PARTS, _MOST_LOOKS = 12, 512
 _USE_SECONDS = 1.0
-"""Between two records of what ranks use: each of many VMs reports on its own."""
+"""Minimum time between two records of resource usage: each VM, of many, reports separately."""
 
 
 class Recorder:
     """Writes the record of one run, and holds descriptors of the run's payloads.
 
-    In its ``submit`` the payloads are those descriptors of this process. Its ``stage`` is where the
-    run stands, over all its starts.
+    In ``submit``, payloads refer to these descriptors of this process. ``stage`` is the stage of
+    the run across all its starts.
 
     Raises:
-        OSError: a payload's holder is gone, or there is no room for the run's folder; nothing is
-            held then.
+        OSError: the process that holds a payload is gone, or there is no space for the run's
+            folder; no descriptor is held then.
     """
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
@@ -70,7 +70,7 @@ class Recorder:
         return Memory(os.getpid(), self._held[-1], memory.nbytes)
 
     def begin(self, gpus: tuple[str, ...]) -> None:
-        """Write down that the run exists, and which GPUs it has."""
+        """Record that the run exists, and which GPUs it has."""
         self.record.gpus = gpus
         with contextlib.suppress(OSError), self._reserve.open("wb") as reserve:
             os.posix_fallocate(reserve.fileno(), 0, _RESERVE_BYTES)
@@ -78,36 +78,36 @@ class Recorder:
 
     @property
     def _reserve(self) -> Path:
-        """A file that reserves room on the disk for the record's last version.
+        """A file that reserves disk space for the last version of the record.
 
-        The run may fill the disk before that is written.
+        Otherwise the run could fill the disk before that version is written.
         """
         return self.record.folder / "reserve"
 
     def _write(self) -> None:
-        # on a full disk the run goes on, and its client is told of the end
+        # if the disk is full, the run continues, and its client still gets the final message
         with contextlib.suppress(OSError):
             write_record(self.record)
 
     def move(self, stage: Stage, **changes: Any) -> None:
-        """Take the run to another stage, and write that down, with what else has changed.
+        """Move the run to another stage, and record this, with any other changes.
 
         Raises:
-            UnknownStep: there is no such step; nothing has changed then.
+            UnknownStep: there is no such transition; nothing has changed then.
         """
         check_step(self.record.name, self.stage, stage)
         self.stage = stage
         self.note(state=WORDS.get(stage, self.record.state), **changes)
 
     def note(self, **changes: Any) -> None:
-        """Write down what has changed in the record, if anything has."""
+        """Write changes to the record, if there are any."""
         if any(getattr(self.record, name) != value for name, value in changes.items()):
             for name, value in changes.items():
                 setattr(self.record, name, value)
             self._write()
 
     def take(self, said: Asking | RanksUse) -> None:
-        """Write down what a rank asks, if anything, or what the ranks of a VM use."""
+        """Record a rank's question, or its withdrawal, or the resource usage of a VM's ranks."""
         if isinstance(said, Asking):
             others = [one for one in self.record.questions if one.rank != said.rank]
             self.note(questions=(*others, said) if said.number else tuple(others))
@@ -125,7 +125,7 @@ class Recorder:
                 del self._busy[1::2]
 
     def begin_again(self, number: int, loss: str) -> None:
-        """Write down that the run starts again, and what was lost.
+        """Record that the run starts again, and what was lost.
 
         Files that the earlier start left do not count any more.
         """
@@ -140,7 +140,7 @@ class Recorder:
     def end(
         self, verdict: Verdict, notices: tuple[str, ...], kept_ranks: tuple[RankKept, ...] | None
     ) -> None:
-        """Write down how the run ended, and its ranks, if they stay."""
+        """Record how the run ended and, if its ranks stay, which ranks these are."""
         self._reserve.unlink(missing_ok=True)
         self._write_use()
         self.move(
@@ -155,7 +155,7 @@ class Recorder:
         )
 
     def _curve(self) -> tuple[int, ...]:
-        """Return how busy the ranks were over time, in a few steps."""
+        """Return how busy the ranks were over time, in a small number of samples."""
         if not self._busy:
             return ()
         begin = self._busy[0][0]
@@ -165,18 +165,20 @@ class Recorder:
         return tuple(round([share for at, share in self._busy if at <= then][-1]) for then in times)
 
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
-        """Keep what `%taas export` and, of a background run, `%taas attach` need; in any thread.
+        """Keep the files that ``%taas export`` and, for a background run, ``%taas attach`` need.
 
-        That is rank 0's names, with the payload they refer to, and where the delivery left the
-        generators of the registered loaders. Returns what went wrong.
+        For a background run these are rank 0's variables, the payload to which they refer, and the
+        final states of the generators of registered loaders. For a foreground run it is the payload
+        alone. Return what went wrong. This method may be called in any thread.
         """
         if not self.record.background:
             if self.submit.payload.nbytes <= _EXPORTED_BYTES:
-                with contextlib.suppress(OSError):  # the disk is full: it cannot be exported
+                # if the disk is full, the run cannot be exported
+                with contextlib.suppress(OSError):
                     keep(self.record, PAYLOAD, self.submit.payload.fd)
             return ()
         if loaders:
-            # on a full disk the notebook's generators stay where they are
+            # if the disk is full, the notebook's generators stay at their positions
             with contextlib.suppress(OSError):
                 keep(self.record, LOADERS, loaders)
         if answer is None:
@@ -195,11 +197,11 @@ class Recorder:
         return ()
 
     def close(self) -> None:
-        """Close the descriptors of the payloads, which gives their memory back."""
+        """Close the descriptors of the payloads, which releases their memory."""
         while self._held:
             os.close(self._held.pop())
 
     def discard(self) -> None:
-        """Forget a run that was refused."""
+        """Discard a run that was refused."""
         self.close()
         remove_tree(self.record.folder)

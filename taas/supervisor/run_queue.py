@@ -1,7 +1,7 @@
 """The queue of ``taas.submit``: runs that wait for devices, in the order of their submission.
 
-A run that waits has its record, and holds its payload; it has no VM. It can be stopped, and it
-outlives the kernel, as any run in the background does.
+A queued run has a record and holds its payload, but it has no VM. It can be stopped and, like any
+background run, it outlives the kernel.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from taas.protocol.records import Verdict
 from taas.supervisor.recorder import Recorder
 
 _MOST = 256
-"""Runs that may wait: each holds its payload in memory."""
+"""Maximum number of queued runs: each holds its payload in memory."""
 _LOOK_SECONDS = 1.0
-"""Between two looks whether devices are free: another notebook's run may have had them."""
+"""Time between two checks for free devices; they are repeated since a run of another notebook may
+have had the devices.
+"""
 
 
 class Waiting(NamedTuple):
@@ -32,7 +34,7 @@ class Waiting(NamedTuple):
 
 
 class RunQueue:
-    """The runs that wait, in their order."""
+    """The queued runs, in their order."""
 
     def __init__(self) -> None:
         self._runs: deque[Waiting] = deque()
@@ -41,11 +43,11 @@ class RunQueue:
 
     @property
     def names(self) -> set[str]:
-        """The names of the runs that wait."""
+        """The names of the queued runs."""
         return {run.recorder.record.name for run in self._runs}
 
     def check_room(self) -> None:
-        """Raise an EngineError where no more may wait."""
+        """Raise an EngineError if the queue is full."""
         if len(self._runs) >= _MOST:
             raise EngineError(
                 f"{_MOST} runs of this notebook wait for devices: no more may. Wait for some of"
@@ -53,39 +55,39 @@ class RunQueue:
             )
 
     def add(self, submit: Submit, recorder: Recorder) -> None:
-        """Add a run to the queue; its record says for what it waits."""
+        """Add a run to the queue; its record shows what it waits for."""
         self._runs.append(Waiting(submit, recorder))
         recorder.begin(())
         self._say_places()
 
     def first(self) -> Waiting | None:
-        """Return the next run, if it is time to look whether there are devices for it."""
+        """Return the next run, if it is time to check whether there are devices for it."""
         if not self._runs or time.monotonic() < self._look_at:
             return None
         self._look_at = time.monotonic() + _LOOK_SECONDS
         return self._runs[0]
 
     def note_kept(self, *, hold_gpus: bool) -> None:
-        """Say, if it has changed, whether kept ranks of this notebook hold GPUs.
+        """Note whether kept ranks of this notebook hold GPUs; on a change, update the records.
 
-        Nobody has to wait for these: a person can end them.
+        A person does not have to wait for these GPUs, as the kept ranks can be ended.
         """
         if hold_gpus != self._kept_hold_gpus:
             self._kept_hold_gpus = hold_gpus
             self._say_places()
 
     def look_again(self) -> None:
-        """Look at once, since devices were given back."""
+        """Check for free devices at once, since some were released."""
         self._look_at = 0.0
 
     def remove_first(self) -> None:
-        """Remove the next run, which begins or has failed."""
+        """Remove the next run, because it begins or has failed."""
         self._runs.popleft().recorder.note(waiting="")
         self.look_again()
         self._say_places()
 
     def stop(self, name: str, place: str) -> None:
-        """Remove a run that somebody has stopped, and end its record."""
+        """Remove a run that a person has stopped, and end its record."""
         for run in list(self._runs):
             if run.recorder.record.name == name:
                 self._runs.remove(run)
@@ -114,7 +116,7 @@ def _takes_gpus(submit: Submit) -> bool:
 def check_processors(submit: Submit, world_sizes: Iterable[int]) -> None:
     """Raise NotEnoughDevices if rehearsed ranks would share the processors with other runs.
 
-    ``world_sizes`` are those of the runs that go on. A run that is alone may have more ranks than
+    ``world_sizes`` are those of the runs under way. A run that is alone may have more ranks than
     there are processors.
     """
     if submit.engine.kind != "local" or _takes_gpus(submit):

@@ -46,7 +46,7 @@ P = ParamSpec("P")
 
 
 def handler(handle: Callable[Concatenate[Run, P], None]) -> Callable[Concatenate[Run, P], None]:
-    """Let a step that the table of stages refuses end this run, and no other one."""
+    """Let a transition that the table of stages rejects end this run, and no other run."""
 
     @wraps(handle)
     def handle_or_break_off(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -61,13 +61,13 @@ def handler(handle: Callable[Concatenate[Run, P], None]) -> Callable[Concatenate
 class Run:
     """One start of a run.
 
-    What happens to it comes by its handlers. Each of them says to which stage the run moves
-    (:mod:`taas.supervisor.stages` has the table). A run that is started again after a loss is a new
-    ``Run`` with the same recorder.
+    Events reach a run through its handlers. Each handler decides to which stage the run moves
+    (:mod:`taas.supervisor.stages` has the table of transitions). A run that is started again after
+    a loss is a new ``Run`` with the same recorder.
 
     Attributes:
-        loss: what was lost, of a run that is ``RESTARTING``, until somebody stops it: while this is
-            not empty, another start follows.
+        loss: what was lost, for a run that is ``RESTARTING``; another start follows unless a person
+            interrupts the run, which empties this attribute.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Run:
 
     @property
     def stage(self) -> Stage:
-        """Where the run stands."""
+        """The stage of the run."""
         return self.recorder.stage
 
     @handler
     def look_at_machines(self) -> None:
-        """Start when all VMs are up and enough elements are ready; else note what is missing."""
+        """Start if all VMs are up and enough batches are ready; else record what is missing."""
         data = self.data
         if data is not None:
             data.start_data_processes()
@@ -149,7 +149,7 @@ class Run:
 
     @handler
     def data_changed(self) -> None:
-        """Take in how far the data side is, and what went wrong there."""
+        """Process the progress and the failures of the data side."""
         data = self.data
         assert data is not None
         if data.delivered is not None:
@@ -164,7 +164,7 @@ class Run:
     def _data_gone(self, what: str) -> None:
         """End the run, since its data side is gone.
 
-        After a loss another start may go better; an error of the loader's code is final.
+        After a loss another start may succeed; an error in the loader's code is final.
         """
         assert self.data is not None
         if self.data.lost:
@@ -175,7 +175,7 @@ class Run:
 
     @handler
     def hear(self, vm: Vm, job: int, said: JobSays) -> None:
-        """Take in what an agent of this run says about a job; jobs of other agents are ignored."""
+        """Handle an agent's message about a job; ignore messages about jobs of other agents."""
         if self.data is not None and self.data.has(vm, job):
             if isinstance(said, JobOver):
                 self.data.process_over(job, said)
@@ -206,7 +206,7 @@ class Run:
         self.found.started.add(rank)
         all_began = len(self.found.started) == self._spec.world_size
         if all_began and self.stage is Stage.STARTING:
-            # with data VMs elsewhere, another one may come at any time
+            # with data VMs on other hosts, another data VM may be added at any time
             if self.data is None or not self.data.vms.elsewhere:
                 self._project_sync.all_started()
             self.recorder.move(Stage.RUNNING, waiting="")
@@ -227,7 +227,8 @@ class Run:
             else:
                 self.vms[number].unfit = True
                 self._trouble(over.how)
-        # with ``how``, the ranks may have ended well, and their names could not be taken
+        # even if ``how`` is set, the ranks may have ended well: only their variables were not
+        # received
         if not over.how or self.found.all_done:
             self._ask_for_final()
 
@@ -246,7 +247,7 @@ class Run:
             self.data_changed()
 
     def _trouble(self, what: str, error: str = RunLost.__name__) -> None:
-        """End the run, since it cannot go on."""
+        """End the run, since it cannot continue."""
         logger.warning("%s cannot go on: %s", self.name, error)
         self.found.trouble, self.found.error = what, error
         self.end()
@@ -264,7 +265,7 @@ class Run:
 
     @handler
     def vm_lost(self, vm: Vm, how: str) -> None:
-        """Take in that an agent of this run is gone: of ranks, of data processes, or of both."""
+        """Handle the loss of an agent of this run, with its ranks, its data processes, or both."""
         if vm in self.vms:
             self._rank_vm_lost(self.vms.index(vm), how)
         if self.data is not None:
@@ -274,8 +275,9 @@ class Run:
     def _rank_vm_lost(self, number: int, how: str) -> None:
         vm, answer = self.vms[number], self.found.answer
         of_agent = answer is not None and answer.pid == vm.machine.pid
-        held = of_agent and self.stage in UNDER_WAY  # afterwards its client may have them
-        if held:  # the names went with the agent
+        # after that stage, the client may have received the variables
+        held = of_agent and self.stage in UNDER_WAY
+        if held:  # the variables were lost with the agent
             self.found.answer = None
         if self.ranks.jobs[number] is JobStage.OVER and not held:
             return
@@ -300,11 +302,12 @@ class Run:
 
     @handler
     def interrupt(self, place: str = "") -> None:
-        """Interrupt the run, as the interrupt button does; a second time ends it at once.
+        """Interrupt the run, as the interrupt button does; a second call ends it at once.
 
-        ``place``: where the person is, if not at the run's own cell.
+        ``place`` is where the person is, if not at the run's own cell.
 
-        A run of which nothing is left stays as it ended: its client may be taking its names.
+        If no process of the run is left, its outcome stays as it is: its client may already be
+        receiving its variables.
         """
         self.found.presses += 1
         logger.info("%s is interrupted, press %d", self.name, self.found.presses)
@@ -322,7 +325,7 @@ class Run:
 
     @handler
     def abandon(self) -> None:
-        """End the run, since its client is gone and nobody takes its names."""
+        """End the run, since its client is gone and no process will receive its variables."""
         self.found.interrupted = True
         self.recorder.note(interrupted=True)
         self.loss = ""
@@ -330,11 +333,11 @@ class Run:
             self._end_ranks(Stage.ENDING, "failure", names=False)
 
     def break_off(self, refused: UnknownStep) -> None:
-        """End the run, since the table refuses a step: what is believed of it is wrong.
+        """End the run after a rejected transition, since the supervisor's view of the run is wrong.
 
         Raises:
-            UnknownStep: it is being ended already. Then nothing is known to end it but the end of
-                the supervisor, which takes all of its runs with it.
+            UnknownStep: the run is being ended already. Only the end of the supervisor is then
+                certain to end it, together with all other runs of the supervisor.
         """
         if self.stage not in UNDER_WAY or self.stage is Stage.ENDING:
             raise refused
@@ -344,7 +347,8 @@ class Run:
             f" with the file that `%taas doctor --report {self.name}` writes"
         )
         self.found.error = RunLost.__name__
-        self.found.interrupted = False  # else the run would end as a person asked, and say no more
+        # otherwise the run would count as interrupted by a person, and would report nothing else
+        self.found.interrupted = False
         self._end_ranks(Stage.ENDING, "failure")
 
     def _end_ranks(self, stage: Stage, how: How, *, names: bool = True) -> None:
@@ -361,18 +365,19 @@ class Run:
     def step(
         self, *, swept: bool, hear_no_more: Callable[[int], None], then: Callable[[Run], None]
     ) -> None:
-        """Go on to the end once no rank is left: close the data side, then sort what ranks wrote.
+        """Bring the run to its end once no rank is left: close its data side, then sort files.
 
         Args:
-            swept: what lost agents have left has ended, too.
-            hear_no_more: stops waiting for the coordinator's reports, by its descriptor.
+            swept: whether the processes that lost agents left behind have ended, too.
+            hear_no_more: stops polling the file descriptor of the coordinator, its argument.
             then: concludes the run, or starts it again.
         """
         if self.stage not in UNDER_WAY or not self.ranks.over:
             return
         data = self.data
         if data is not None and not data.closed:
-            # its last word is where the generators are; after a failure it need not be heard
+            # the coordinator's last report is the generators' states; after a failure it is not
+            # needed
             if data.over or not self.found.all_done:
                 hear_no_more(data.fileno())
                 data.close()
@@ -380,17 +385,17 @@ class Run:
             self._settle(then)
 
     def _loss_that_restarts(self) -> str:
-        """Return what was lost, if the run starts again for it; else empty.
+        """Return what was lost, if the run starts again because of it; otherwise empty.
 
-        A run of kept ranks is not started again: new ranks lack what the kept ones had. Nor is one
-        that a person has interrupted meanwhile.
+        A run in kept ranks is not started again, since new ranks would lack the variables that only
+        the kept ones had. Nor is a run that a person has interrupted meanwhile.
         """
         if self._spec.keep or self.restarts >= self._spec.max_restarts or self.found.presses:
             return ""
         return self.found.loss or self._loss_of_planner()
 
     def _loss_of_planner(self) -> str:
-        """Return how the planner was lost, if ranks failed for lack of it; else empty."""
+        """Return how the planner was lost, if ranks failed because of that; otherwise empty."""
         first = self.found.verdict.first
         failed_for_it = first is not None and first.etype == DeliveryError.__name__
         return self.data.planner_lost if self.data is not None and failed_for_it else ""
@@ -398,11 +403,11 @@ class Run:
     def again(self, vms: list[Vm], data: DataVms | None) -> Run:
         """Return a new start of this run, on these VMs.
 
-        Its ranks hear how far the loaders were, for ``taas.resume``. What ranks other than 0 wrote
-        until now is sorted again at its end.
+        The new ranks get the loaders' positions, for ``taas.resume``. Files that ranks other than 0
+        have written so far are sorted again at the end of the new start.
 
         Raises:
-            OSError: there is no room for it; then this start is what it was.
+            OSError: there is no space for the new start; this start is unchanged then.
         """
         number, places = self.restarts + 1, None if self.data is None else self.data.places
         new = Run(
@@ -415,7 +420,7 @@ class Run:
         return new
 
     def _settle(self, then: Callable[[Run], None]) -> None:
-        """Sort what the ranks wrote, now that none is left; call ``then`` afterwards."""
+        """Sort the files that the ranks wrote, now that none is left; call ``then`` afterwards."""
         self.found.answer = self.transfer.answer or self.found.answer
         self.loss = self._loss_that_restarts()
         well = bool(self.loss) or self.found.verdict.outcome != "failed"
@@ -435,17 +440,17 @@ class Run:
         return self
 
     def conclude(self) -> RunState:
-        """Write down how the run ended; return what its client is told, with rank 0's names."""
+        """Record how the run ended; return the message to its client, with rank 0's variables."""
         logger.info("%s is over: %s", self.name, self.found.verdict.outcome)
         gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
-            self.ranks.store = None  # its groups may have been broken off
+            self.ranks.store = None  # process groups of its ranks may be broken
         notices = (*self.found.notices, *self.found.kept, *gone)
         self.recorder.end(self.found.verdict, notices, self.ranks.stay or None)
         loaders = b"" if self.data is None else self.data.final
         return RunState(record=self.recorder.record, answer=self.found.answer, loaders=loaders)
 
     def forget(self) -> None:
-        """Tell the agents to forget this run: nobody needs what they hold."""
+        """Tell the agents to forget this run: no process needs the memory that they hold for it."""
         self.ranks.forget()
-        self.worker.do(self.transfer.close)  # memory of gigabytes takes a while to be given back
+        self.worker.do(self.transfer.close)  # it takes a while to release gigabytes of memory

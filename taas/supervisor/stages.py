@@ -1,13 +1,13 @@
-"""Where a run stands: its stages, and the table of the steps from one to another.
+"""The stages of a run, and the table of transitions between them.
 
-A run is in one stage at a time. :class:`taas.supervisor.recorder.Recorder` holds it, and writes the
-word for it into the record, which is what people see. Whatever happens to a run asks for a step by
-the stage that it leads to. The table refuses a step that it does not know: then what taas believes
-of the run is wrong, and to go on would be a guess. Such a run is lost
-(:meth:`taas.supervisor.runs.Run.break_off`), and the others of the notebook go on.
+A run is in one stage at a time. :class:`taas.supervisor.recorder.Recorder` holds the stage, and
+writes its label into the record, which is what people see. An event that changes a run requests a
+transition to a stage. A transition that is not in the table is rejected: it means that the
+supervisor's view of the run is wrong, and to continue would be a guess. Such a run is lost
+(:meth:`taas.supervisor.runs.Run.break_off`), and the other runs of the notebook continue.
 
-ARCHITECTURE.md draws the table. The words "the run" below mean one start of it: a run that starts
-again after a loss passes through the stages once more.
+ARCHITECTURE.md has a diagram of the table. Below, "the run" means one start of it: a run that
+starts again after a loss passes through the stages again.
 """
 
 from __future__ import annotations
@@ -19,37 +19,41 @@ logger = logging.getLogger(__name__)
 
 
 class Stage(Enum):
-    """Where a run stands."""
+    """The stage of a run."""
 
     WAITING = auto()
-    """It has no devices: it was just submitted, or is in the queue of ``taas.submit``."""
+    """The run has no devices: it was just submitted, or is in the queue of ``taas.submit``."""
     ACQUIRING = auto()
-    """Some of its VMs are not up yet, or too few elements are ready."""
+    """Some VMs are not up yet, or too few batches are ready."""
     STARTING = auto()
-    """Its ranks are being started; not all have begun the cell."""
+    """The ranks are being started; not all have begun the cell."""
     RUNNING = auto()
     """All ranks have begun the cell."""
     FINISHING = auto()
-    """A person has interrupted it: the cell's own ``except`` and ``finally`` run."""
+    """A person has interrupted the run: the cell's own ``except`` and ``finally`` blocks run."""
     ENDING = auto()
-    """It has failed, a person insists, or nobody wants it any more: what it started is ended."""
+    """The run has failed, a person has interrupted it twice, or its client is gone: its processes
+    are being ended.
+    """
     SORTING = auto()
-    """Nothing of it is left, and nothing changes how it ended: what ranks wrote is sorted."""
+    """No process of the run is left and its outcome is fixed: files that ranks wrote are being
+    sorted.
+    """
     RESTARTING = auto()
-    """The same, after a loss which another start can make good."""
+    """As SORTING, but after a loss for which the run will be started again."""
     OVER = auto()
-    """Its record says how it ended; its client may still have to take rank 0's names."""
+    """The record has the outcome; the client may still have to receive rank 0's variables."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 UNDISTURBED = frozenset({Stage.ACQUIRING, Stage.STARTING, Stage.RUNNING})
-"""Nothing has made the run end."""
+"""Nothing has caused the run to end."""
 UNDER_WAY = UNDISTURBED | {Stage.FINISHING, Stage.ENDING}
-"""Something of the run is there, or may come."""
+"""Processes of the run exist, or may still be started."""
 ENDED = frozenset({Stage.SORTING, Stage.OVER})
-"""Nothing changes how the run ended."""
+"""The outcome of the run is fixed."""
 
 WORDS = {
     Stage.WAITING: "acquiring",
@@ -60,7 +64,7 @@ WORDS = {
     Stage.ENDING: "ending",
     Stage.OVER: "over",
 }
-"""What a record says of a stage. The others take no time that a person sees: the word stays."""
+"""The label of a stage in the record; for other stages, which are very short, the label stays."""
 
 STEPS = {
     (Stage.WAITING, Stage.ACQUIRING): "it has its devices",
@@ -82,15 +86,15 @@ STEPS = {
     (Stage.RESTARTING, Stage.ACQUIRING): "another start has its VMs",
     (Stage.RESTARTING, Stage.OVER): "another start cannot have its VMs, or is not wanted",
 }
-"""The steps that there are, and what brings each about."""
+"""The valid transitions, with the cause of each."""
 
 
 class UnknownStep(RuntimeError):
-    """A step that the table does not know was asked for: taas itself is wrong.
+    """A transition that is not in the table was requested, which is a bug in taas.
 
     Attributes:
-        before: where the run stands.
-        after: the stage that was asked for.
+        before: the stage of the run.
+        after: the stage that was requested.
     """
 
     def __init__(self, run: str, before: Stage, after: Stage) -> None:
@@ -99,10 +103,10 @@ class UnknownStep(RuntimeError):
 
 
 def check_step(run: str, before: Stage, after: Stage) -> None:
-    """Log a step of a run.
+    """Check and log a transition of a run.
 
     Raises:
-        UnknownStep: the table does not know it.
+        UnknownStep: the transition is not in the table.
     """
     if (before, after) not in STEPS:
         raise UnknownStep(run, before, after)

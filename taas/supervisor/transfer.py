@@ -1,9 +1,9 @@
-"""What crosses hosts in one start of a run, for all its jobs.
+"""The data that are transferred between hosts in one start of a run, for all its jobs.
 
-Payloads and the project go to the jobs; what they make of them comes back.
+Payloads and the project are sent to the jobs; results, output and changed files are received.
 
-A job on this host needs none of it: it opens the memory, and writes to the run's folder and to the
-project.
+A job on this host needs no transfer: it opens the memory directly, and writes to the run's folder
+and to the project.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NAMED = 3
 
 
 class Transfer:
-    """The bytes of one start of a run that cross hosts.
+    """The data of one start of a run that are transferred between hosts.
 
-    ``worker`` writes down what comes, and packs what goes; ``failed`` is told the job for which
-    that could not be done, and why.
+    ``worker`` writes received data and packs outgoing data. If this fails, ``failed`` is called
+    with the number of the job and the reason.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Transfer:
         self._lost_bytes, self._why_lost = 0, "the disk is full"
 
     def start(self, vm: Vm, order: StartJob) -> None:
-        """Start a job; on another host its payload follows."""
+        """Start a job; if it is on another host, its payload follows."""
         if not vm.remote:
             vm.send(order)
             return
@@ -75,26 +75,26 @@ class Transfer:
         sender.step()
 
     def lose(self, job: int) -> None:
-        """Send nothing more to a job, and expect nothing from it."""
+        """Stop sending to a job, and expect nothing more from it."""
         self._senders.pop(job, None)
         if job == self._answering:
             self._answering = -1
 
     def expect(self, job: int, answer: Memory) -> None:
-        """Expect rank 0's names from a job.
+        """Expect rank 0's variables from a job.
 
         Raises:
-            OSError: there is no descriptor left for them.
+            OSError: no file descriptor is left for them.
         """
         self._answer, self._answering = Incoming(answer), job
 
     @property
     def answer(self) -> Memory | None:
-        """Rank 0's names, once they are here."""
+        """Rank 0's variables, once they are complete here; otherwise None."""
         return self._answer.memory if self._answer is not None and self._answer.complete else None
 
     def hear(self, job: int, said: Chunk | Taken | JobRequest) -> None:
-        """Take in what the agent of a job sends, has received or asks for."""
+        """Handle data that the agent of a job sends, acknowledges or requests."""
         match said:
             case _ if job not in self._senders:
                 return  # the job was lost, or is on this host
@@ -114,7 +114,7 @@ class Transfer:
                 self.worker.do(partial(self._take, job, said), partial(self._go_on, job, said))
 
     def _take(self, job: int, chunk: Chunk) -> None:
-        """Write a chunk down, in the worker thread."""
+        """Write a received chunk, in the worker thread."""
         match chunk.of:
             case "answer" if self._answer is not None and job == self._answering:
                 self._answer.take(chunk)
@@ -124,7 +124,7 @@ class Transfer:
                 self._project_sync.take(job, chunk)
 
     def _go_on(self, job: int, said: Chunk | JobRequest, done: Future[Any]) -> None:
-        """Go on with an agent, now that something of it was written or packed, or could not be."""
+        """Continue with an agent after data were written or packed for it, or this has failed."""
         try:
             result = done.result()
         except (OSError, Unreadable) as error:
@@ -138,7 +138,8 @@ class Transfer:
         else:
             if isinstance(said, JobRequest):
                 self._send(job, chunks_of("project", result))
-        # also a chunk that could not be kept: the run's end waits for the agent
+        # acknowledge even a chunk that could not be kept: otherwise the run would wait for the
+        # agent
         if isinstance(said, Chunk) and job in self._senders:
             self._senders[job].acknowledge(said)
 
@@ -154,11 +155,11 @@ class Transfer:
             self._failed(job, f"the project could not travel: {error}")
 
     def _write(self, job: int, chunk: Chunk) -> None:
-        """Write a job's output to the same file here.
+        """Write a job's output to the corresponding file on this host.
 
-        A full disk loses output, as it does in a rank.
+        If the disk is full, output is lost, as it would be in a rank.
         """
-        if job >= self._spec.vms:  # data processes of all VMs have one file
+        if job >= self._spec.vms:  # the data processes of all VMs share one file
             path, flags = self._output / "data.log", os.O_APPEND
         elif chunk.file in (*FILES, COLLECTED):
             path, flags = self._output / str(chunk.rank) / chunk.file, 0
@@ -170,11 +171,11 @@ class Transfer:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
             try:
-                # with O_APPEND it is appended, whatever the offset (pwrite(2), BUGS)
+                # with O_APPEND the data are appended, whatever the offset (pwrite(2), BUGS)
                 self._lost_bytes -= os.pwrite(fd, chunk.data, chunk.offset)
             finally:
                 os.close(fd)
-        except OSError as error:  # said when the run ends
+        except OSError as error:  # reported when the run ends
             self._why_lost = str(error.strerror)
 
     @property
@@ -184,7 +185,7 @@ class Transfer:
         return [f"{lost}: {self._why_lost}"] if self._lost_bytes else []
 
     def close(self) -> None:
-        """Give back the memory it holds."""
+        """Release the memory that this transfer holds."""
         self._senders.clear()
         if self._answer is not None:
             self._answer.close()
@@ -192,10 +193,11 @@ class Transfer:
 
 
 class ProjectSync:
-    """The project's files that go to the VMs of one run, and those that come back.
+    """The project's files that are sent to the VMs of one run, and those received from them.
 
-    ``scratch`` is the run's folder for what ranks other than 0 write in the project's place;
-    ``known`` are the files that an earlier run has left on its VMs, if their ranks were kept.
+    ``scratch`` is the folder of the run for files that ranks other than 0 write instead of writing
+    to the project. ``known`` are the files that an earlier run has left on its VMs, if their ranks
+    were kept.
     """
 
     def __init__(
@@ -220,32 +222,32 @@ class ProjectSync:
 
     @property
     def known(self) -> Mapping[bytes, FileState]:
-        """The project's files on the VMs, or on some of them, each with its state here."""
+        """The project's files on at least one of the VMs, each with its state on this host."""
         return self._known if self._applier is None else self._applier.known
 
     @property
     def written(self) -> set[bytes]:
-        """The files that the run wrote in the project; a new start goes on from them."""
+        """The files that the run wrote in the project; a new start continues from them."""
         return self._along if self._applier is None else self._along | self._applier.written
 
     def follow(self, earlier: ProjectSync) -> None:
         """Take over from an earlier start of the same run.
 
-        Files that it wrote travel whatever their size; those that had no place here have none
-        again.
+        Files that the earlier start wrote are sent whatever their size. Files that it could not
+        apply to the project here are set aside in the same folder again.
         """
         self._along, self._aside = earlier.written, earlier._aside
 
     def token(self) -> tuple[str, bytes]:
         """Return the path of a file with random content, and that content.
 
-        A VM on which the file has this content sees the project's disk. Where the project cannot be
-        written, there is no path, and no VM is taken to see it.
+        A VM on which the file has this content shares the project's disk. If the project is not
+        writable, the path is empty, and all VMs count as not sharing the disk.
         """
         if self._token is None:
             self._content = secrets.token_bytes(32)
             with contextlib.suppress(OSError):
-                self._token = tempfile.NamedTemporaryFile(  # noqa: SIM115  closed by `all_started`
+                self._token = tempfile.NamedTemporaryFile(  # noqa: SIM115 closed by `all_started`
                     dir=self._project, prefix=".taas-disk-"
                 )
                 self._token.write(self._content)
@@ -254,16 +256,16 @@ class ProjectSync:
         return ("" if self._token is None else self._token.name), self._content
 
     def all_started(self) -> None:
-        """Remove the file of :meth:`token`: no VM looks for it any more."""
+        """Remove the file of :meth:`token`, since no VM looks for it any more."""
         if self._token is not None:
-            with contextlib.suppress(OSError):  # somebody has removed it
+            with contextlib.suppress(OSError):  # the file was removed by someone else
                 self._token.close()
 
     def packed(self) -> Memory:
-        """Return the packed project, for a VM that does not see its disk.
+        """Return the packed project, for a VM that does not share its disk.
 
         Raises:
-            OSError: it cannot be packed.
+            OSError: the project cannot be packed.
         """
         if self._archive is None:
             packed = self._archive = archive.pack(
@@ -275,9 +277,9 @@ class ProjectSync:
         return Memory(os.getpid(), self._archive.fd, os.fstat(self._archive.fd).st_size)
 
     def open_file(self, name: str) -> int:
-        """Open a file of the project that a job asks for; return its descriptor.
+        """Open a file of the project that a job requests; return its descriptor.
 
-        It is negative if the file is gone, or has changed since it was packed.
+        The descriptor is negative if the file is gone, or has changed since the project was packed.
         """
         path, packed = os.fsencode(name), self._archive
         try:
@@ -292,20 +294,20 @@ class ProjectSync:
         return -1
 
     def travelled(self, job: int, name: str) -> None:
-        """Note that a file has come to a job's VM, so that what rank 0 makes of it is a change."""
+        """Note that a file was sent to a job's VM, so that rank 0's version counts as a change."""
         path, packed = os.fsencode(name), self._archive
         if packed is not None and self._applier is not None and job == 0 and path in packed.stayed:
             packed.found[path] = self._applier.expected[path] = packed.stayed.pop(path)
 
     def take(self, vm: int, chunk: Chunk) -> None:
-        """Take in what a VM has changed, and make the changes when all of it is here.
+        """Process a part of a VM's changes, and apply the changes once all parts have come.
 
-        ``changes`` are those in the project, which rank 0's VM makes, or in a ``--shared``
-        directory in it, where ranks of all VMs write; ``writes`` what its ranks have in their
-        scratch. What there is no room for is said in :attr:`notices`.
+        ``changes`` are changes in the project itself, made on rank 0's VM or, in a ``--shared``
+        directory, by ranks on any VM. ``writes`` are the files in the scratch folders of a VM's
+        ranks. Changes for which there is no space are reported in :attr:`notices`.
 
         Raises:
-            Unreadable: it is no archive.
+            Unreadable: the data are not an archive.
         """
         key, place = (vm, chunk.of), str(self._scratch)
         try:
@@ -346,7 +348,7 @@ class ProjectSync:
         return archive.is_in(self._shared, entry.path, directory=directory)
 
     def notices(self, *, well: bool) -> list[str]:
-        """Lines for the user, of a run that went well, or not."""
+        """Return lines for the user; ``well`` is whether the run went well."""
         said, packed, applier = [*dict.fromkeys(self._said)], self._archive, self._applier
         if packed is None or applier is None:
             return said
@@ -355,7 +357,7 @@ class ProjectSync:
         return [*applier.notices, *said, *([_left_out(packed)] if missed else [])]
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the files and memory that this object holds."""
         self.all_started()
         for key in list(self._coming):
             self._give_up(key)

@@ -1,7 +1,7 @@
-"""A VM as the supervisor knows it, its share of this machine's GPUs, and a run's data VMs.
+"""A VM as the supervisor sees it, its share of this machine's GPUs, and the data VMs of a run.
 
-A data VM has a number in the run's delivery, which is given once: a VM, or a worker pool on it,
-that takes the place of a lost one has the next number.
+A VM is a machine (host or node) on which an agent runs. The number of a data VM in a delivery is
+never used again: a VM that replaces a lost one, or a worker pool on it, gets the next number.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from taas.runs.records import read_records
 
 logger = logging.getLogger(__name__)
 
-KEPT = "%kept"  # stands for a run's name in a VM with kept ranks
+KEPT = "%kept"  # instead of a run's name, for a VM with kept ranks
 PLANNER = -1  # the planner's number
 _REPLACEMENTS = 3
-"""Lost data VMs or worker pools that are replaced, for each that was asked for. If more are lost,
-the data kill them.
+"""Number of lost data VMs or worker pools that are replaced, for each one that was requested. If
+more are lost, the data themselves are taken to be the cause.
 """
 
 
 class Vm:
-    """A VM, from the moment it is asked for until it is given back or lost.
+    """A VM, from the moment it is requested until it is released or lost.
 
     Attributes:
-        data: it is a cluster's VM for data workers.
-        unfit: its agent could not do what it was told: a cleaner may have removed its folder.
-        up: its agent is there, and has said what the VM has: ``host``, ``place`` and GPUs.
-        run: the name of the run that has it; None: it is idle.
-        gpus: those of this machine's GPUs that the run has.
-        until: when an idle VM is given back; this machine's never is.
-        group: the VMs that the engine gave together, this one included, in the order of their run.
+        data: whether it is a cluster's VM for data workers.
+        unfit: whether its agent failed to do what it was told, for example because a cleaner has
+            removed the agent's folder.
+        up: whether its agent is up, and has reported the VM's ``host``, ``place`` and GPUs.
+        run: the name of the run to which it is leased; None if it is idle.
+        gpus: the GPUs of this machine that are assigned to the run.
+        until: the time at which an idle VM is released; infinite for this machine's.
+        group: the VMs that the engine allocated together, including this one, in the order of their
+            run.
     """
 
     def __init__(
@@ -75,40 +77,40 @@ class Vm:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The GPUs that its run has there, as CUDA_VISIBLE_DEVICES names them.
+        """The GPUs that its run has on this VM, as named in CUDA_VISIBLE_DEVICES.
 
-        None: ranks that need some are rehearsed.
+        If there are none, ranks that need GPUs are rehearsed.
         """
         return self._own_gpus if self.remote else tuple(gpu.name for gpu in self.gpus)
 
     @property
     def label(self) -> str:
-        """Its name in the log."""
+        """The VM's name in the log."""
         return (
             f"agent {self.machine.pid}" if self.machine.pid else self.place or "an agent elsewhere"
         )
 
     def take(self, said: AgentUp) -> None:
-        """Take in what the agent says about its VM."""
+        """Store what the agent reports about its VM."""
         self.up, self.host, self._own_gpus = True, said.host, said.gpus
         self.place = f"node {said.node}" if said.node else ""
 
     def send(self, message: Message) -> None:
-        """Send a message to its agent, if the VM is not gone."""
+        """Send a message to the VM's agent, if the VM is not gone."""
         if not self.gone:
             log_message(logger, f"to {self.label}:", message)
             self._send(self.key, message)
 
     def kill(self) -> None:
-        """SIGKILL its agent, if that is a process of this machine, and so a child of this one."""
+        """Send SIGKILL to the agent, if it is a process of this machine (a child of this one)."""
         if self.machine.pid and not self.gone:
             logger.warning("SIGKILL to %s", self.label)
             os.kill(self.machine.pid, signal.SIGKILL)
 
     def end(self, worker: WorkThread) -> None:
-        """Give the VM back: its agent is told by the socket and by its engine.
+        """Release the VM; its agent is told through the socket and by the engine.
 
-        An agent of this machine is reaped by the worker thread.
+        The worker thread reaps an agent of this machine.
         """
         logger.info("%s is given back", self.label)
         self._send(self.key, Leave())
@@ -120,9 +122,9 @@ class Vm:
 def demand_of(
     submit: Submit, instance: str | None, gpus: int = 0, *, later: bool = False
 ) -> Demand:
-    """Return what a run demands of each VM: instance type, GPUs, and the rest.
+    """Return what a run demands of each VM: instance type, GPUs and the rest.
 
-    ``later``: as :class:`taas.protocol.engines.Demand` has it.
+    ``later`` is described in :class:`taas.protocol.engines.Demand`.
     """
     return Demand(
         instance,
@@ -137,9 +139,10 @@ def demand_of(
 
 @contextlib.contextmanager
 def choosing(gpus: tuple[Gpu, ...]) -> Iterator[None]:
-    """Keep other supervisors from choosing among this machine's GPUs.
+    """Prevent other supervisors from assigning this machine's GPUs at the same time.
 
-    What is taken in the body is written down at its end, for them to see.
+    GPUs that are assigned in the body must be recorded before it ends, for other supervisors to
+    see.
     """
     if not gpus:
         yield
@@ -160,8 +163,8 @@ def share_gpus(
 ) -> list[tuple[Gpu, ...]]:
     """Divide this machine's free GPUs among ``count`` VMs of a run.
 
-    Others of these ``vms`` may have some of them. Without ``gpus`` the run needs none, or the
-    engine assigns them. Notebooks may name the same GPUs differently: devices are compared.
+    Some of the GPUs may belong to runs on ``vms``. If ``gpus`` is empty, the run needs none, or the
+    engine assigns them. Since notebooks may name the same GPUs differently, devices are compared.
 
     Raises:
         NotEnoughDevices: other runs, of this kernel or of others, have them.
@@ -191,26 +194,26 @@ def share_gpus(
 
 
 def keep_gpus(vms: Iterable[Vm]) -> bool:
-    """Tell whether kept ranks on these VMs hold GPUs of this machine."""
+    """Return whether kept ranks on these VMs hold GPUs of this machine."""
     return any(vm.run == KEPT and vm.gpus for vm in vms)
 
 
 def _of_other_notebooks() -> list[RunRecord]:
-    """Return the runs of other supervisors that have GPUs of this machine."""
+    """Return the runs of other supervisors that hold GPUs of this machine."""
     holding = [record for record in read_records() if record.holds and record.gpus]
     return [record for record in holding if record.supervisor.pid != os.getpid()]
 
 
 class DataVms:
-    """Where the data processes of one start of a run are.
+    """The VMs of the data processes in one start of a run.
 
     Attributes:
-        by_number: those for worker pools that are there or come; at ``most`` so many numbers are
-            given.
-        started: the VMs that were told to start the data process of a number, and have not said
-            that it is gone.
-        here: tells the address under which the ranks' VMs and these reach this machine; empty while
-            it is not known.
+        by_number: the VMs for worker pools that are up or coming up.
+        most: the maximum of numbers that are given.
+        started: the VMs that were told to start the data process of a number, and have not reported
+            its end.
+        here: returns the address at which the ranks' VMs and these VMs reach this machine; empty
+            while it is not known.
     """
 
     def __init__(
@@ -224,18 +227,18 @@ class DataVms:
         self.most = (1 + _REPLACEMENTS) * len(vms)
 
     def startable(self) -> Iterator[tuple[int, Vm]]:
-        """Give the numbers that have no data process yet, on VMs that are up."""
+        """Yield the numbers that have no data process yet, with their VMs, which are up."""
         for number, vm in ((PLANNER, self.planner), *self.by_number.items()):
             if vm.up and not vm.gone and number not in self.started:
                 yield number, vm
 
     def of(self, vm: Vm) -> list[int]:
-        """Return the numbers that a VM has."""
+        """Return the numbers of a VM."""
         planner = [PLANNER] if vm is self.planner else []
         return planner + [number for number, mine in self.by_number.items() if mine is vm]
 
     def name(self, number: int) -> str:
-        """Return the name of a data VM in messages."""
+        """Return the name of a data VM for messages."""
         place = number in self._all and self._all[number].place
         return f"data VM {number} ({place})" if place else f"data VM {number}"
 
@@ -245,7 +248,7 @@ class DataVms:
         self.started.pop(number, None)
 
     def replace(self, vm: Vm | None = None) -> bool:
-        """Take a VM in place of a lost one: this one, or another; returns whether there is one."""
+        """Replace a lost VM by ``vm`` or, if None, by another; return whether there is one."""
         number = len(self._all)
         if number >= self.most or (vm := vm or self._another()) is None:
             return False
@@ -254,6 +257,6 @@ class DataVms:
 
     @property
     def starting(self) -> Vm | None:
-        """The first of the data VMs, if all are on their way; else None."""
+        """The first of the data VMs, if none of them is up yet; otherwise None."""
         coming = list(self.by_number.values())
         return None if any(vm.up for vm in coming) else next(iter(coming), None)
