@@ -1,4 +1,4 @@
-"""``python -m taas.agent``: started by an engine, told what it needs on standard input."""
+"""``python -m taas.agent``: started by an engine, with its configuration on standard input."""
 
 from taas.agent.loop import main
 

@@ -1,7 +1,8 @@
-"""The process that ranks are forked from: libraries imported, nothing else done.
+"""The process from which ranks are forked; it imports libraries, and does nothing else.
 
-Importing torch is safe before a fork; using it is not. One parallel region hangs every child, one
-CUDA call poisons it. So the forkserver imports and waits.
+It is safe to import torch before a fork, but not to use it: a single parallel region would hang
+every child, and a single CUDA call would make CUDA unusable in it. Therefore the forkserver only
+imports modules and waits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 PRELOAD = (
     "torch",
     "torch.utils.data",
-    "torch._dynamo",  # every optimizer asks for it at its first use, and it takes longer than torch
+    # every optimizer imports it at its first use, and this takes longer than importing torch
+    "torch._dynamo",
     "numpy.random",
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
@@ -46,12 +48,12 @@ PRELOAD = (
     "IPython.core.oinspect",
     "IPython.utils.generics",
     "IPython.utils.wildcard",
-    "ipykernel.zmqshell",  # tqdm.auto draws a widget where this is imported
+    "ipykernel.zmqshell",  # tqdm.auto displays a widget if this is imported
 )
 FIRST, LAST = "taas.agent.import_first", "taas.rank.preloaded"
 _REHEARSED = "taas.rehearsal.ahead"
 _IDLY = "TAAS_IMPORT_IDLY"
-"""The variable in which the first finds what it is to import at a low priority."""
+"""Environment variable with the names of the modules that are to be imported at a low priority."""
 _READ_AT_IMPORT = (
     "BLIS_", "CUDA_", "GOMP_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_",
     "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
@@ -60,12 +62,18 @@ _READ_AT_IMPORT = (
 
 
 def read_at_import(environ: dict[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read at import, which it is too late to set in a rank."""
+    """Return the variables that libraries read when they are imported.
+
+    It is too late to set these variables in a rank, which is forked after the import.
+    """
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
 
 
 def _ends(pid: int | None, seconds: float) -> bool:
-    """Whether a process is gone, or goes within a time; one that cannot be seen is there."""
+    """Return whether a process is gone, or ends within ``seconds``.
+
+    A process that cannot be inspected counts as alive.
+    """
     if pid is None:
         return True
     try:
@@ -79,11 +87,11 @@ def _ends(pid: int | None, seconds: float) -> bool:
 
 
 def fork(target: Callable[..., None], *arguments: Any) -> Any:
-    """Fork a process that calls a function; the agent imports nothing of what it needs.
+    """Fork a process that calls ``target``; the agent does not import what the process needs.
 
     Raises:
-        OSError, EOFError: the forkserver cannot fork, or was killed in the very moment: the next
-            one starts another.
+        OSError, EOFError: the forkserver cannot fork, or was killed at this very moment; the next
+            call starts another forkserver.
     """
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
     process.start()
@@ -91,14 +99,14 @@ def fork(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 class _MadeFor(NamedTuple):
-    """What a forkserver has at its start, and keeps."""
+    """The properties that a forkserver gets when it starts, and that cannot change later."""
 
     environ: dict[str, str]
     rehearsed: bool
 
 
 class Forkserver:
-    """multiprocessing's one forkserver of this process; restarted when gone or out of date."""
+    """The forkserver of multiprocessing in this process; restarted if it is gone or out of date."""
 
     def __init__(self, *, rehearsed: bool = True, idle: bool = False) -> None:
         self._idle = idle
@@ -108,20 +116,22 @@ class Forkserver:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, once it was started."""
+        """The process id, once the forkserver has been started."""
         pid: int | None = self._server._forkserver_pid  # type: ignore[attr-defined]
         return pid
 
     def outlived(self, *, untold: bool = False) -> bool:
-        """Whether it is there; ``untold``: it has not told how one of its processes ended.
+        """Return whether the forkserver is alive.
 
-        A forkserver that is killed closes the sentinels of its processes a moment before it is
-        dead, and they are this process's children.
+        ``untold``: it has not reported the exit status of one of its processes. A forkserver that
+        is killed closes the sentinels of its processes a moment before it is dead itself; in this
+        case, the method waits for that moment. The processes of a dead forkserver are children of
+        this process.
         """
         return not _ends(self.pid, deadlines.FORKSERVER_DIES if untold else 0.0)
 
     def start(self) -> None:
-        """Start it, if it does not run."""
+        """Start the forkserver, if it is not running."""
         ahead = (_REHEARSED,) if self._made_for.rehearsed else ()
         preload = [*PRELOAD, *ahead, LAST]
         os.environ[_IDLY] = ",".join(preload) if self._idle else ""
@@ -135,7 +145,7 @@ class Forkserver:
         del os.environ[_IDLY]
 
     def _hurry(self) -> None:
-        """Let it import at full speed, as a run waits; where this user may raise a priority."""
+        """Let it import at full speed, as a run waits, if this user may raise its priority."""
         idle, self._idle = self._idle, False
         if idle and self.pid is not None:
             with contextlib.suppress(PermissionError):
@@ -144,12 +154,13 @@ class Forkserver:
     def fit(
         self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False
     ) -> bool:
-        """Make sure that it runs with the notebook's environment, and GPUs or none.
+        """Make sure that the forkserver has the notebook's environment, and is rehearsed or not.
 
-        A restart costs the import of torch, some seconds; it happens only after such a change, and
-        before the run's first process: a run keeps the forkserver it began with, as do ranks that
-        were kept (``held``). None for ``rehearsed`` leaves that as it is. Returns whether it was
-        ended for that, and with it all that was forked from it.
+        A restart costs some seconds, the import of torch. A restart happens only if the environment
+        or ``rehearsed`` has changed, and only before the run's first process: a run uses one
+        forkserver throughout, as do ranks that were kept (``held``). With None for ``rehearsed``,
+        the current value stays. Return whether the forkserver was ended for this, and with it all
+        processes forked from it.
         """
         self._hurry()
         keep = held or (run and run == self._run)
@@ -167,7 +178,11 @@ class Forkserver:
         return changed
 
     def _end(self) -> None:
-        """SIGKILL it, and so what it forked: its pipe's end never comes, as each fork holds it."""
+        """Send SIGKILL to the forkserver, which also ends the processes that it forked.
+
+        Closing its pipe would not end it: every process that it forked holds a copy of the write
+        end.
+        """
         if self.pid is not None:
             logger.info("forkserver %d is ended: another environment is asked for", self.pid)
             with contextlib.suppress(ProcessLookupError):

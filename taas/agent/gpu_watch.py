@@ -1,9 +1,9 @@
-"""What the GPUs of a run do, by nvidia-ml-py, if installed: asking makes no CUDA context.
+"""Monitor the GPUs of a run by nvidia-ml-py, if it is installed; this makes no CUDA context.
 
-A call of NVIDIA's library takes as long as its driver likes, minutes where a GPU has fallen off the
-bus. So a thread asks, and the agent's loop takes what that has found last. The library is loaded
-with a run's first look, and shut down with its last rank: held open, it keeps device files open,
-and a driver that nobody uses awake.
+A call to NVIDIA's library takes as long as the driver likes: minutes, if a GPU has fallen off the
+bus. Therefore a separate thread makes the calls, and the agent's loop reads the latest results. The
+library is loaded at the first look at a run's GPUs, and is shut down with the run's last rank:
+while it is open, it keeps device files open, and keeps an unused driver awake.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from taas.protocol import deadlines
 
 
 class GpuUse(NamedTuple):
-    """What is known of the GPUs of one rank.
+    """The utilisation of one rank's GPUs.
 
     Attributes:
-        percent: how busy they are, on average; None: not known.
-        nbytes: the memory that the rank holds of them, where the driver tells processes apart; else
-            what all hold.
+        percent: how busy the GPUs are, on average; None if unknown.
+        nbytes: the GPU memory of the rank, if the driver can attribute memory to processes;
+            otherwise the GPU memory of all processes.
     """
 
     percent: float | None = None
@@ -31,11 +31,11 @@ class GpuUse(NamedTuple):
 
 
 class GpuWatch:
-    """The GPUs of the ranks of a run, looked at every two seconds until :meth:`end`.
+    """The GPUs of the ranks of a run, queried every two seconds until :meth:`end`.
 
     Args:
-        gpus: those of each rank, as CUDA_VISIBLE_DEVICES names them in ``environ``.
-        pids: the ranks' processes, in the same order.
+        gpus: the GPUs of each rank, as named by CUDA_VISIBLE_DEVICES in ``environ``.
+        pids: the ranks' process ids, in the same order.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class GpuWatch:
         self.thread.start()
 
     def now(self) -> tuple[GpuUse, ...]:
-        """Return what was found last, for each rank."""
+        """Return the latest result for each rank."""
         return self._found
 
     def end(self) -> None:
-        """Let the thread shut the library down, without a wait: its call may never return."""
+        """Let the thread shut the library down, without waiting: its call may never return."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -62,7 +62,7 @@ class GpuWatch:
             return
         try:
             nvml.nvmlInit()
-        except nvml.NVMLError:  # no driver, or another one than the library is for
+        except nvml.NVMLError:  # there is no driver, or its version does not fit the library
             return
         try:
             handles = [
@@ -84,7 +84,7 @@ class GpuWatch:
 
 
 def _handle(nvml: Any, name: str, device: str) -> Any:
-    """Return the library's handle of a GPU by bus address or whole UUID; None if unknown."""
+    """Return the library's handle of a GPU, by bus address or complete UUID; None if unknown."""
     with contextlib.suppress(nvml.NVMLError):
         if device != name:
             return nvml.nvmlDeviceGetHandleByPciBusId(device)
@@ -96,16 +96,17 @@ def _handle(nvml: Any, name: str, device: str) -> Any:
 def _use(nvml: Any, handles: Sequence[Any], pid: int) -> GpuUse:
     shares, held = [], 0
     for handle in handles:
-        with contextlib.suppress(nvml.NVMLError):  # a part of one (MIG) has no utilisation
+        with contextlib.suppress(nvml.NVMLError):  # a part of a GPU (MIG) has no utilisation
             held += _held(nvml, handle, pid)
             shares.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     return GpuUse(sum(shares) / len(shares) if shares else None, held)
 
 
 def _held(nvml: Any, handle: Any, pid: int) -> int:
-    """Return the bytes that a process holds, if the driver knows it by this process id.
+    """Return the bytes that a process holds, if the driver knows the process by this id.
 
-    In a container it may know it by another one; then what all processes hold is returned.
+    In a container the driver may know it by another id; then the memory of all processes is
+    returned.
     """
     with contextlib.suppress(nvml.NVMLError):
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):

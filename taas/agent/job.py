@@ -1,11 +1,11 @@
-"""A job: processes of one run on this VM, from the order until the supervisor forgets it.
+"""A job: processes of one run on this VM, from the supervisor's message until it is forgotten.
 
-Staged in, forked, watched, mirrored, ended, reaped: that is the same for the ranks of a run
-(:mod:`taas.agent.rank_job`), for its planner and for its worker pools, with their data workers.
+Staging, forking, watching, mirroring output, ending and reaping are the same for the ranks of a run
+(:mod:`taas.agent.rank_job`), for its planner and for its worker pools with their data workers.
 
-A data process begins with torch imported, so a run waits for its data workers no longer than they
-need to make the first elements. It is tied to its agent and its forkserver as a rank is
-(rank/lifeline.py), with the session that its data workers share.
+A data process starts with torch imported, so a run waits for its data workers only for as long as
+they need to make the first batches. Like a rank, a data process is tied to its agent and its
+forkserver (rank/lifeline.py), together with the session that its data workers share.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _AS_A_C1_4 = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class JobsAgent(Protocol):
-    """What a job needs of the agent that has it (agent/loop.py)."""
+    """The attributes of its agent (agent/loop.py) that a job needs."""
 
     config: AgentConfig
     forkserver: Forkserver
@@ -50,23 +50,23 @@ class JobsAgent(Protocol):
         """Send a message to the supervisor."""
 
     def on(self, source: Any, call: Callable[[], object]) -> None:
-        """Call this whenever a descriptor is readable."""
+        """Call ``call`` whenever a descriptor is readable."""
 
     def off(self, source: Any) -> None:
-        """Watch a descriptor no more."""
+        """Stop watching a descriptor."""
 
     def sweep(self) -> None:
-        """End what dead processes have left, if no cell runs."""
+        """End processes that dead processes have left behind, unless a cell is running."""
 
 
 class Job:
-    """One job.
+    """A job: a group of processes of one run that are started, watched and ended together.
 
     Attributes:
         begun: whether its processes were forked.
-        over: whether its end was said.
-        sender: what sends home what they write, change and answer; on the notebook's machine there
-            is nothing to send.
+        over: whether its end was reported.
+        sender: sends output, changed files and results to the notebook's machine; unused if the
+            agent is on that machine.
     """
 
     def __init__(self, order: StartJob, agent: JobsAgent) -> None:
@@ -83,21 +83,22 @@ class Job:
     # ------------------------------------------------------------ what differs
 
     _UNBEGUN = ""
-    """How one ended that had not begun, where that is to be said."""
+    """The reason to report for a job that is ended before it has begun; empty if none is reported.
+    """
 
     def _before(self) -> ProjectArrival | None:
-        """Return the project of kept ranks that this job continues with."""
+        """Return the project of the kept ranks with which this job continues, if any."""
         return None
 
     def _fork(self, staged: Staged) -> None:
-        """Fork the processes, each a member of :attr:`processes` at once."""
+        """Fork the processes, and add each of them to :attr:`processes` at once."""
         raise NotImplementedError
 
     def _process_gone(self, process: ForkedProcess) -> None:
-        """Take in what a process that is gone said last, and say what became of it."""
+        """Handle a process that has ended: read its last messages, and report how it ended."""
 
     def _end_processes(self, how: How, *, names: bool) -> None:
-        """Begin to end the processes that there are."""
+        """Begin to end the processes of this job."""
         raise NotImplementedError
 
     def _keep(self) -> tuple[RankKept, ...]:
@@ -107,7 +108,7 @@ class Job:
     # ------------------------------------------------------------ beginning
 
     def begin(self) -> None:
-        """Stage it in, and fork its processes as soon as all is there."""
+        """Stage the job, and fork its processes as soon as everything has arrived."""
         try:
             self._staging = Staging(self._order, self._agent.config, self._say, self._before())
         except OSError as error:
@@ -116,7 +117,7 @@ class Job:
             self._fork_when_staged()
 
     def hear(self, message: Message) -> None:
-        """Take in what the supervisor says about this job."""
+        """Handle a message of the supervisor about this job."""
         match message:
             case Chunk():
                 self.sender.acknowledge(message)
@@ -152,7 +153,7 @@ class Job:
             self._fork(staged)
             pids = [process.pid for process in self.processes]
             logger.info("job %d of %s has the processes %s", order.job, order.run, pids)
-        except Exception as error:  # whatever it was, the supervisor says so in the cell
+        except Exception as error:  # whatever the error is, the supervisor reports it in the cell
             logger.exception("job %d could not begin", self._order.job)
             killed = not self._agent.forkserver.outlived(
                 untold=isinstance(error, (EOFError, OSError))
@@ -165,13 +166,13 @@ class Job:
     # ------------------------------------------------------------ ending
 
     def end(self, how: How, *, names: bool) -> None:
-        """End its processes; those of one that has yet to begin are never forked."""
+        """End the job's processes; the processes of a job that has not begun are never forked."""
         if not self.begun:
             self._how = self._how or self._UNBEGUN
         self._end_processes(how, names=names)
 
     def fail(self, how: str) -> None:
-        """End it at once, for a reason."""
+        """End the job at once, for a reason."""
         self._how = how
         self.end("now", names=False)
 
@@ -185,7 +186,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether no process of it is left, and none will be forked."""
+        """Whether none of its processes is left, and none will be forked."""
         return (self.begun or self._how is not None) and all(
             process.gone for process in self.processes
         )
@@ -209,14 +210,14 @@ class Job:
                 self._say(JobOver(how=self._how or "", notices=notices, kept=kept))
 
     def close(self) -> None:
-        """Give back what it held; its processes are gone, or are ended with the agent's."""
+        """Release what the job holds; its processes are gone, or are ended with the agent's."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
 
 
 class DataJob(Job):
-    """One data process."""
+    """The job of one data process."""
 
     _UNBEGUN = "ended before it began"
 
@@ -234,22 +235,25 @@ class DataJob(Job):
         self.processes.append(ForkedProcess(fork(_be_data_process, self._work, staged)))
 
     def _end_processes(self, how: How, *, names: bool) -> None:
-        """SIGKILL it with all its data workers: what was to be said was said to the coordinator."""
+        """Send SIGKILL to the data process and all its data workers.
+
+        Everything that they had to report has been sent to the coordinator by now.
+        """
         for process in self.processes:
             process.kill_tree()
 
     def _process_gone(self, process: ForkedProcess) -> None:
         code = process.exitcode or 0
         how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        # its forkserver is dead now, and its processes are the agent's children; by now there may
-        # be another one
+        # the forkserver is dead, so that its processes are the agent's children; there may already
+        # be another forkserver
         if not self._agent.forkserver.outlived(untold=process.untold) or process.untold:
             how = WITH_FORKSERVER
         self._how = self._how or how
 
 
 def _be_data_process(order: DataOrder, staged: Staged) -> None:
-    # imported here, as all that a data process needs and an agent does not
+    # imported here, since a data process needs these modules and an agent does not
     from threadpoolctl import threadpool_limits
 
     from taas.project import sync
@@ -267,7 +271,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     files_on_demand.use(staged.on_demand, staged.project, staged.replica)
     os.chdir(project)
     sys.path[:0] = [] if project in sys.path else [project]
-    threadpool_limits(1)  # the variable alone is read at import, which was before the fork
+    threadpool_limits(1)  # setting the variable is too late: it is read at import, before the fork
     order = msgspec.structs.replace(order, payload=staged.payload.path)
     if order.plans:
         from taas.delivery import planner
@@ -280,10 +284,10 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
 
 
 def _write_to(log: str) -> None:
-    """Lead what user code prints to the run's folder; where that fails, to the agent's log.
+    """Redirect the output of user code to the run's folder, or leave it in the agent's log.
 
-    Each line at once: a data worker is killed at the run's end, with all that it has not written
-    yet.
+    Output is line-buffered, since a data worker is killed at the end of the run, and loses
+    everything that it has not written yet.
     """
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)

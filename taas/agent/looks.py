@@ -1,4 +1,4 @@
-"""Ranks seen from outside: their state, what they use, and stacks from faulthandler."""
+"""The state of ranks, their use of resources, and their stacks from faulthandler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from taas.runs.events import FILES, STDERR, size_of
 from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Preface, fold
 
 _STEP_PERCENT = 5
-"""What changes by less is no news."""
+"""A smaller change is not reported."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _read_preface = MessageReader(Preface, msgspec.json)
@@ -32,7 +32,7 @@ _RUNNING_CELL = re.compile(r"<ipython-input-(\d+)-")
 
 
 class _StackQuery:
-    """A rank that was asked for its stacks, and what it has written since."""
+    """A rank that was asked for its stacks, and what it has written since then."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._size = path, -1
@@ -41,7 +41,7 @@ class _StackQuery:
             self._preface = _read_preface(file.readline())
 
     def answered(self) -> bool:
-        """Whether the main thread's frames are there and nothing has come since the last call."""
+        """Return whether the main thread's frames are there and no text is still coming."""
         before, self._size = self._size, self._path.stat().st_size
         return self._size == before and self.frames() is not None
 
@@ -52,7 +52,7 @@ class _StackQuery:
 
 
 def main_frames(dump: str, preface: Preface) -> tuple[Frame, ...] | None:
-    """Find the main thread in faulthandler's text, innermost frame first; None: it is not there."""
+    """Find the main thread's frames in faulthandler's text, innermost first; None if not found."""
     starts = list(_THREAD.finditer(dump))
     for number, start in enumerate(starts):
         if int(start[1], 16) == preface.main_thread:
@@ -71,9 +71,9 @@ def _cell(file: str, preface: Preface) -> int | None:
 
 
 def last_words(folder: Path, cell: str, execution_count: int) -> str:
-    """Return where a fatal signal ended a rank, and what C++ said; from the rank's output."""
+    """Return where a fatal signal ended a rank, and C++'s message, both from the rank's output."""
     words = ""
-    with contextlib.suppress(OSError, Unreadable):  # it died before it had got that far
+    with contextlib.suppress(OSError, Unreadable):  # the rank died before it had written them
         with (folder / STACKS).open("rb") as file:
             preface = _read_preface(file.readline())
             _, fatal, dump = file.read().decode(errors="replace").rpartition("Fatal Python error")
@@ -90,7 +90,7 @@ def last_words(folder: Path, cell: str, execution_count: int) -> str:
 
 
 class Look:
-    """One look at the ranks of a run, by their numbers; ``folder`` has their output."""
+    """One look at the ranks of a run; ``ranks`` is by number, ``folder`` has their output."""
 
     def __init__(self, ranks: Mapping[int, RankProcess], folder: Path, wanted: LookAtRanks) -> None:
         self.number = wanted.look
@@ -105,21 +105,23 @@ class Look:
     def _ask(self, rank: int, process: RankProcess) -> None:
         if process.gone or _status(process) in (psutil.STATUS_STOPPED, "gone"):
             return
-        # its file says that it has a handler for the signal
+        # its file shows that it has a handler for the signal
         with contextlib.suppress(OSError, Unreadable):
             asked = _StackQuery(self._folder / str(rank) / STACKS)
             (self._folder / str(rank) / COLLECTIVE).unlink(missing_ok=True)
             process.ask_collective()
-            os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
+            # the agent has not reaped the process, so the process id is still valid
+            os.kill(process.pid, SIGNAL)
             self._asked[rank] = asked
 
     def result(self) -> tuple[RankSeen, ...] | None:
-        """Return what was seen; None as long as answers are on their way."""
+        """Return what was seen; None while replies are still expected."""
         now = time.monotonic()
         if now < self._next:
             return None
         self._next, late = now + deadlines.TICK, now >= self._deadline
-        answered = [asked.answered() for asked in self._asked.values()]  # each notes its size
+        # each call notes the size of a file
+        answered = [asked.answered() for asked in self._asked.values()]
         if not late and not all(answered):
             return None
         return tuple(self._seen(rank, process) for rank, process in self._ranks.items())
@@ -132,7 +134,7 @@ class Look:
         written = sum(size_of(folder / name) for name in FILES)
         frames = self._asked[rank].frames() if rank in self._asked else None
         if frames is not None:
-            with contextlib.suppress(OSError):  # it has not said it, or knows of none
+            with contextlib.suppress(OSError):  # it has not written it yet, or is in no collective
                 collective = (folder / COLLECTIVE).read_text()
         return RankSeen(rank, process.pid, _status(process), cpu, written, frames, collective)
 
@@ -145,10 +147,10 @@ def _status(process: RankProcess) -> str:
 
 
 class RankUsage:
-    """What the ranks of a run use, looked at every two seconds.
+    """The resources that the ranks of a run use, queried every two seconds.
 
     Args:
-        gpus: those of each rank, as CUDA_VISIBLE_DEVICES names them, by its place on this VM.
+        gpus: the GPUs of each rank, as named by CUDA_VISIBLE_DEVICES, by local rank.
     """
 
     def __init__(self, gpus: Sequence[Sequence[str]]) -> None:
@@ -163,7 +165,7 @@ class RankUsage:
         return time.monotonic() >= self._next
 
     def look(self, ranks: Sequence[Rank], environ: Mapping[str, str]) -> tuple[RankUse, ...]:
-        """Return their use where it changed since the last call; ``environ`` is the notebook's."""
+        """Return the ranks' usage, or () if it has not changed; ``environ`` is the notebook's."""
         self._next = time.monotonic() + deadlines.USAGE_LOOK
         if self._watch is None and any(self._gpus) and any(rank.ended is None for rank in ranks):
             self._watch = GpuWatch(self._gpus, [rank.process.pid for rank in ranks], environ)
@@ -173,7 +175,7 @@ class RankUsage:
         return () if seen == before else seen
 
     def end(self) -> None:
-        """The last rank is gone, or stays for another run. Twice is harmless."""
+        """End the watch: the last rank is gone, or is kept. It may be called twice."""
         if self._watch is not None:
             self._watch.end()
 

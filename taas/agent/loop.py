@@ -1,4 +1,4 @@
-"""An agent's life: one loop over its supervisor, its jobs and the clock."""
+"""The agent's main loop, which serves its supervisor, its jobs and the clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Agent:
     """The processes of one VM: jobs of one run at a time.
 
     Attributes:
-        on, off: begin and end to watch a descriptor.
+        on, off: start and stop watching a descriptor.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -67,7 +67,7 @@ class Agent:
         self._socket.connect(config.endpoint)
 
     def run(self) -> str:
-        """Serve until the supervisor is gone, end all; return why it could not be reached."""
+        """Serve until the supervisor is gone, then end all; return why it was unreachable."""
         self._import_ahead()
         self._sources.on(self._socket, self._hear_supervisor)
         self._sources.on(sys.stdin.fileno(), self._lose_supervisor)
@@ -82,7 +82,7 @@ class Agent:
                 for job in self._jobs.values():
                     job.step()
                 if not self._rank_jobs:
-                    bury_orphans((self.forkserver.pid,))  # what took its time to clean up
+                    bury_orphans((self.forkserver.pid,))  # processes that took a while to clean up
                     self.spares.step()
                 if self._link is not None:
                     self._look_at_link(self._link)
@@ -91,7 +91,11 @@ class Agent:
         return self._why
 
     def _import_ahead(self) -> None:
-        """Start the forkserver; elsewhere as the first run wants it: a restart takes as long."""
+        """Start the forkserver.
+
+        On a cluster, start it with the environment of the first run: a later restart would take as
+        long.
+        """
         config = self.config
         if config.remote:
             environ = environment(config.demand.environ, config.demand.changed, config)
@@ -128,20 +132,20 @@ class Agent:
                 job = self._jobs[message.run, message.job] = kind(message, self)
                 job.begin()
             elif isinstance(message, Alive):
-                continue  # zmq's own thread answers to what it stands for
+                continue  # zmq's I/O thread answers heartbeats by itself
             elif (message.run, message.job) not in self._jobs:
-                continue  # said before it knew that the job is over
+                continue  # sent before the supervisor knew that the job is over
             elif isinstance(message.said, JobRequest):
                 self._forget(self._jobs.pop((message.run, message.job)))
             else:
                 self._jobs[message.run, message.job].hear(message.said)
 
     def _forget(self, job: Job) -> None:
-        """Forget a job that is over; the next run's ranks are expected to be like its."""
+        """Forget a job that is over, and expect the ranks of the next run to be like its ranks."""
         job.close()
         if not isinstance(job, RankJob) or job.stays:
             return
-        self.kept.end()  # what is left of those with which it did not go on
+        self.kept.end()  # kept ranks that this run has not used
         if job.preparation is not None and self.forkserver.outlived():
             self.spares.want(job.preparation, job.size, job.expected_next)
         else:
@@ -151,12 +155,12 @@ class Agent:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
 
     def _look_at_link(self, link: SupervisorLink) -> None:
-        """End with the connection to a supervisor elsewhere: it gives this VM up then, too."""
+        """End if the connection to a remote supervisor is lost: it gives up this VM, too."""
         if not self._supervisor_gone and (why := link.gone()):
             self._supervisor_gone, self._why = True, why
 
     def _end_all(self) -> None:
-        """End all, whatever fails; the system ends what this does not."""
+        """End everything, even if a step fails; the system ends what remains."""
         logger.info("ends all that it has started")
         self._ending.set()
         linux.kill_in(deadlines.END_AGENT)
@@ -172,24 +176,27 @@ class Agent:
             last_first.callback(self.kept.end, patient=True)
 
     def sweep(self) -> None:
-        """End what dead processes have left; a cell that runs may have orphans that it needs."""
+        """End processes that dead processes have left behind, unless a cell is running.
+
+        A cell that runs may need its orphans.
+        """
         if all(job.ended for job in self._rank_jobs):
             sweep_orphans((self.forkserver.pid,))
 
 
 def _die_when_stopped(ending: threading.Event) -> None:
-    """Let the system kill this process, and so its ranks, when it is stopped for long."""
+    """Let the system kill this process, and so its ranks, if it is stopped for long."""
     linux.kill_in(deadlines.AGENT_STOPPED)
     while not ending.wait(deadlines.SHOW_ALIVE):
         linux.kill_in(deadlines.AGENT_STOPPED)
 
 
 def main() -> None:
-    """Serve as the configuration on standard input says."""
+    """Read the configuration from standard input, and serve."""
     linux.begin_afresh()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
-    if not line:  # the engine changed its mind
+    if not line:  # the engine does not need this agent any more
         return
     config = msgspec.json.decode(line, type=AgentConfig)
     process_log.begin(config.supervisor, config.name)
@@ -201,10 +208,11 @@ def main() -> None:
         why = Agent(config).run()
     except BaseException:
         logger.exception("the agent broke down")
-        traceback.print_exc()  # its last line says in the cell what was wrong
+        traceback.print_exc()  # the last line of the traceback is displayed in the cell
         os._exit(1)
     finalizers: Any = multiprocessing.util
-    finalizers._run_finalizers()  # the folder of the forkserver's socket
+    finalizers._run_finalizers()  # removes the folder of the forkserver's socket
     sys.stderr.write(why)
     sys.stderr.flush()
-    os._exit(bool(why))  # it has ended what it started: nothing may hold it now
+    # it has ended the processes that it started, and nothing may delay its exit
+    os._exit(bool(why))

@@ -1,9 +1,9 @@
-"""Processes forked from the forkserver, and how trees of processes are ended.
+"""Processes forked from the forkserver, and how process trees are ended.
 
-An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays
-below the agent, also when it made a session of its own and its parent is gone. So a descendant of
-the agent that is neither the forkserver nor below it is an orphan of a rank, and nothing else is
-ever signalled.
+An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): every process that a rank started
+remains a descendant of the agent, even if it has made its own session and its parent is gone. So a
+child of the agent that is not the forkserver or one of its own processes is an orphan of a rank; no
+other process is ever signalled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEPS = 10
-"""So often what is left is killed: while a tree is being killed, what is left of it is handed on.
+"""Maximum number of rounds in which remaining processes are killed: while a tree is being killed,
+its orphans are reparented to this process.
 """
 
 
@@ -53,8 +54,9 @@ class ForkedProcess:
     """A process that multiprocessing has started; its ``sentinel`` is readable when it is gone.
 
     Attributes:
-        gone: whether its end was seen.
-        recorded: it, as psutil knows it, which compares start times; None: it was gone at once.
+        gone: whether its end was noticed.
+        recorded: its psutil.Process, which compares start times; None if the process was gone at
+            once.
     """
 
     def __init__(self, process: Any) -> None:
@@ -62,23 +64,25 @@ class ForkedProcess:
         self.sentinel: int = process.sentinel
         self.gone = False
         self._process = process
-        # else multiprocessing reads how it ended, whenever it starts another one, and makes 255 of
-        # what was not told
+        # otherwise multiprocessing would read its exit status whenever it starts another process,
+        # and would set 255 if the status was not reported
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         self.recorded: psutil.Process | None = None
-        with contextlib.suppress(psutil.NoSuchProcess):  # gone already: its sentinel says so
+        # the process is gone already, which its sentinel shows
+        with contextlib.suppress(psutil.NoSuchProcess):
             self.recorded = psutil.Process(self.pid)
 
     @property
     def alive(self) -> bool:
-        """Whether it is there."""
+        """Whether the process exists."""
         return not wait([self.sentinel], 0)
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code as multiprocessing has it; None while it is there, or ``untold``.
+        """The exit code, as in multiprocessing; None while the process exists, or if ``untold``.
 
-        multiprocessing makes 255 of the latter, which a process may leave with as well.
+        multiprocessing would return 255 if it is untold, but a process may also exit with status
+        255.
         """
         popen = self._process._popen
         if popen.returncode is None and not self.alive:
@@ -89,11 +93,11 @@ class ForkedProcess:
 
     @property
     def untold(self) -> bool:
-        """Whether it is gone, and its forkserver could not tell how: that is gone itself."""
+        """Whether the process is gone, but its forkserver, gone itself, did not report how."""
         return self.exitcode is None and not self.alive
 
     def send(self, number: int) -> None:
-        """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
+        """Send a signal to the process, if it is still the same; SIGKILL goes to its session."""
         if self.recorded is not None and not self.gone:
             logger.info("signal %d to process %d", number, self.pid)
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -103,13 +107,13 @@ class ForkedProcess:
                     self.recorded.send_signal(number)
 
     def kill_tree(self) -> None:
-        """SIGKILL it and all its descendants."""
+        """Send SIGKILL to the process and all its descendants."""
         if self.recorded is not None and not self.gone:
             kill_tree([self.recorded])
 
 
 class MadeAhead(enum.Enum):
-    """How far a spare is that may be made a rank ahead of its order."""
+    """The progress of a spare that may be turned into a rank before it gets its start message."""
 
     NOT = "not told"
     IMPORTING = "importing"
@@ -117,12 +121,13 @@ class MadeAhead(enum.Enum):
 
 
 class RankProcess(ForkedProcess):
-    """A process that prepares itself to be a rank, waits for an order, and carries it out.
+    """A process that prepares itself to be a rank, waits for its start message, and runs a cell.
 
     Attributes:
-        writes_collective: whether it was asked which collective it waits in, and has not said that
-            it wrote it down.
-        expected: the order that it was made a rank for ahead of that, and ``ahead``, how far.
+        writes_collective: whether it was asked in which collective it waits, and has not yet
+            reported that it wrote this down.
+        ahead: how far it was turned into a rank before its start message.
+        expected: the start message for which this was done; None if it can be any rank.
     """
 
     def __init__(self, preparation: Preparation) -> None:
@@ -140,33 +145,33 @@ class RankProcess(ForkedProcess):
 
     @property
     def source(self) -> int:
-        """A descriptor that is readable when it says something, or no more; -1: disconnected."""
+        """A descriptor, readable at a message or at the connection's end; -1: disconnected."""
         return self._connection.fileno()
 
     def tell(self, message: bytes, *descriptors: int) -> None:
-        """Send it a message, if it is connected, and with it descriptors of this process."""
+        """Send a message, with descriptors of this process, if the rank is connected."""
         if self.source >= 0:
             tell(self._connection, message, *descriptors)
 
     def interrupt(self) -> None:
-        """Send SIGINT, as a terminal does, to it and to the programs that it runs.
+        """Send SIGINT, as a terminal does, to the process and to the programs that it runs.
 
-        While libc's system(3) waits for a program, the process ignores SIGINT. It is told so, and
-        repeats it afterwards.
+        While libc's system(3) waits for a program, the process ignores SIGINT. The process is told
+        that the signal was ignored, and raises it again afterwards.
         """
         ignored = self._ignores(signal.SIGINT)
         self.send(signal.SIGINT)
-        # at once: its except may wait for others by the time that it has the message
+        # immediately, since its ``except`` block may wait for other ranks when it gets the message
         self.send(NOTICE)
         self.tell(pack(RankRequest(what="notice", ignored=ignored)))
         for program in self._programs():
-            # AccessDenied: what a cell started by sudo is another user's
+            # AccessDenied: a process that the cell started by sudo belongs to another user
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 program.send_signal(signal.SIGINT)
 
     def _ignores(self, number: signal.Signals) -> bool:
-        """Whether it ignores a signal now (proc_pid_status(5))."""
-        with contextlib.suppress(OSError):  # it is gone, or no descriptor is left
+        """Return whether the process ignores a signal at present (proc_pid_status(5))."""
+        with contextlib.suppress(OSError):  # the process is gone, or no descriptor is left
             for line in Path(f"/proc/{self.pid}/status").read_text(errors="replace").splitlines():
                 if line.startswith("SigIgn:"):
                     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
@@ -175,15 +180,15 @@ class RankProcess(ForkedProcess):
     def _programs(self) -> list[psutil.Process]:
         """Return the other programs that a Ctrl-C in a terminal would reach.
 
-        What ``multiprocessing`` started is left alone, though it would be reached, too: a
-        DataLoader's workers end at a SIGINT, and the cell's ``except`` and ``finally`` may go on
-        with their loader.
+        Processes that ``multiprocessing`` started are left out, although Ctrl-C would reach them,
+        too: a DataLoader's workers end at a SIGINT, and the cell's ``except`` and ``finally``
+        blocks may still use their loader.
         """
         if self.recorded is None or self.gone:
             return []
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            own = self.recorded.cmdline()  # a child that is merely forked has it, too
+            own = self.recorded.cmdline()  # a child that was forked without exec has the same one
             for child in self.recorded.children(recursive=True):
                 with contextlib.suppress(
                     psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied
@@ -195,13 +200,13 @@ class RankProcess(ForkedProcess):
         return found
 
     def ask_collective(self) -> None:
-        """Ask it to write down which collective it waits in, unless it has yet to answer."""
+        """Ask it to write down in which collective it waits, unless a request is pending."""
         if not self.writes_collective:
             self.writes_collective = True
             self.tell(pack(RankRequest(what="collective")))
 
     def hear(self) -> list[RankSays]:
-        """Return what it has said; it is disconnected when it says no more."""
+        """Return its messages; disconnect when it sends no more."""
         before, self._heard = self._heard, []
         if self.source < 0:
             return before
@@ -212,35 +217,35 @@ class RankProcess(ForkedProcess):
 
     @property
     def local_rank(self) -> int | None:
-        """Which rank of its VM it is already; None: it can be any."""
+        """The local rank that the process already is; None if it can be any."""
         return None if self.expected is None else self.expected.start.local_rank
 
     def get_ready(self, order: GetReady) -> None:
-        """Let it be the rank that is expected next."""
+        """Let the process become the rank that is expected next."""
         self.ahead, self.expected = MadeAhead.IMPORTING, order
         self.tell(pack(order))
 
     def takes_order(self, until: float) -> bool:
-        """Wait until it says whether it takes its order; False: it does not, is gone, or late."""
+        """Wait until it accepts or rejects its job; False if rejected, if gone, or if late."""
         heard: list[RankSays] = []
         while True:
             said = self.hear()
             heard += said
             for state in [one.state for one in said if isinstance(one, RankReady)]:
                 if state is not Readiness.IMPORTED:
-                    self._heard = heard  # what it says of its cell may have come, too
+                    self._heard = heard  # it may also have sent messages about its cell
                     return state is Readiness.TAKES
             rest = until - time.monotonic()
             if self.source < 0 or rest <= 0 or not wait([self.source], rest):
                 return False
 
     def disconnect(self) -> None:
-        """Close its connection."""
+        """Close the connection."""
         self._connection.close()
 
 
 def _be_rank(agent: socket.socket, preparation: Preparation) -> None:
-    from taas.rank import entry  # the forkserver has it; an agent never imports torch
+    from taas.rank import entry  # the forkserver has imported it; an agent never imports torch
 
     entry.main(agent, preparation)
 
@@ -254,9 +259,9 @@ def become_subreaper() -> None:
 
 
 def kill_tree(roots: Iterable[psutil.Process]) -> None:
-    """SIGKILL processes and all their descendants; wait for their death, two seconds at most.
+    """Kill processes and all their descendants; wait at most two seconds for their death.
 
-    Helpers that clean up behind the dead are left to themselves, and end then.
+    Helpers that clean up after dead processes are left alone, and end by themselves then.
     """
     trees = list(roots)
     for root in [*trees]:
@@ -264,47 +269,48 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
             trees += root.children(recursive=True)
     dying: dict[int, int] = {}
     for process in trees:
-        # AccessDenied: what a cell started by sudo is another user's
+        # AccessDenied: a process that the cell started by sudo belongs to another user
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
             if not _cleans_up(process):
                 process.kill()
                 dying[os.pidfd_open(process.pid)] = process.pid
     wait_for_all(dying, deadlines.TREE_DIES)
     for handle, pid in dying.items():
-        with contextlib.suppress(ChildProcessError):  # it is not for this process to bury
+        with contextlib.suppress(ChildProcessError):  # it is not a child of this process
             os.waitpid(pid, os.WNOHANG)
         os.close(handle)
 
 
 def _cleans_up(process: psutil.Process) -> bool:
-    """Whether it removes what the dead left behind, and then ends by itself.
+    """Return whether a process removes what dead processes left, and ends by itself then.
 
-    multiprocessing's resource tracker removes named semaphores when nobody holds its pipe. torch's
-    manager of shared memory, which a process of the strategy ``file_system`` has, removes that
-    one's files in /dev/shm two seconds after its last connection has ended
-    (torch/lib/libshm/manager.cpp); one that is stopped never would.
+    multiprocessing's resource tracker removes named semaphores when no process holds its pipe any
+    more. torch's shared memory manager, which is started by a process with the sharing strategy
+    ``file_system``, removes that process's files in /dev/shm two seconds after its last connection
+    has ended (torch/lib/libshm/manager.cpp); a manager that is stopped would never do so.
     """
     try:
         command = process.cmdline()
         if command[:1] == ["torch_shm_manager"]:
             return bool(process.status() != psutil.STATUS_STOPPED)
         return any("multiprocessing.resource_tracker" in argument for argument in command)
-    except psutil.ZombieProcess:  # dying: some of its threads may be there still
+    except psutil.ZombieProcess:  # it is dying, and some of its threads may still exist
         return False
 
 
 def wait_for_all(handles: Iterable[int], seconds: float) -> None:
-    """Wait until all of some descriptors are readable, so many seconds at most."""
+    """Wait until all these descriptors are readable, but at most for ``seconds``."""
     left, until = set(handles), time.monotonic() + seconds
     while left and (rest := until - time.monotonic()) > 0:
         left.difference_update(wait(left, rest))
 
 
 def bury_orphans(own: Collection[int | None]) -> None:
-    """Reap this process's orphans that have ended; end none, and leave those in ``own`` alone.
+    """Reap orphans of this process that have ended; end none, and ignore those in ``own``.
 
-    One system call finds out whether there is one, so that a loop may ask at each turn: psutil
-    reads all of /proc to find children. Behind one of ``own`` that has ended, others wait.
+    A single system call determines whether there is one, so that a loop can call this in every
+    turn: psutil would read all of /proc to find children. If a process in ``own`` has ended, the
+    orphans behind it have to wait.
     """
     with contextlib.suppress(ChildProcessError):  # this process has no child
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -314,7 +320,7 @@ def bury_orphans(own: Collection[int | None]) -> None:
 
 
 def sweep_orphans(own: Collection[int | None]) -> None:
-    """End this process's orphans: its children but those in ``own``, until there are none."""
+    """End this process's orphans (its children except ``own``), until none is left."""
     for _ in range(SWEEPS):
         if not (left := orphans(own)):
             return
@@ -322,14 +328,14 @@ def sweep_orphans(own: Collection[int | None]) -> None:
 
 
 def orphans(own: Collection[int | None]) -> list[psutil.Process]:
-    """Return this process's children but those in ``own``; reap those that have ended."""
+    """Return this process's children, except ``own``; reap those that have ended."""
     return [
         child for child in psutil.Process().children() if child.pid not in own and not _ended(child)
     ]
 
 
 def _ended(child: psutil.Process) -> bool:
-    """Whether nothing is left to end: it was buried here, or is a helper at its last work."""
+    """Return whether nothing is left to end: the child was reaped, or is a helper at its end."""
     try:
         if child.status() == psutil.STATUS_ZOMBIE:
             reaped, _ = os.waitpid(child.pid, os.WNOHANG)

@@ -1,13 +1,14 @@
-"""How the ranks of a run are brought to their end: by patience, by patience with a limit, or now.
+"""How the ranks of a run are ended: with patience, with patience up to a limit, or at once.
 
-After an interrupt each rank comes out of the call of C that it is in, and runs the cell's own
-``except`` and ``finally``, however long that takes. A rank other than 0 that gives no sign of it is
-stuck: it is ended once no other rank of this VM is still at work. After a failure all ranks have
-the same short time, and are not interrupted before they can have come to the same end. Who is out
-of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
+After an interrupt, each rank returns from the C call that it is in, and runs the cell's own
+``except`` and ``finally`` blocks, however long that takes. A rank other than 0 that shows no sign
+of this is stuck; it is ended once no other rank of this VM is still at work. After a failure, all
+ranks have the same short time, and are interrupted only when they have had time to fail by
+themselves. A rank that exceeds its time gets SIGTERM and then SIGKILL; rank 0 is asked for its
+variables before that.
 
-How far a rank is on this way is its :class:`EndStage`. :class:`Ending` decides which step is due,
-:data:`STEPS` says which steps there are, and :class:`Rank` takes them.
+The progress of a rank on this way is its :class:`EndStage`. :class:`Ending` decides which
+transition is due, :data:`STEPS` defines the valid transitions, and :class:`Rank` carries them out.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ _PATIENCE: tuple[How, ...] = ("now", "failure", "interrupt")
 class EndStage(enum.Enum):
     """What the agent has done so far to end a rank.
 
-    A cell that comes to its end by itself leaves its rank ``RUNNING``.
+    A rank whose cell ends by itself stays ``RUNNING``.
     """
 
     RUNNING = "running"  # nothing
-    LET_FAIL = "let fail"  # nothing yet: another rank has failed, and this one may do so itself
-    INTERRUPTED = "interrupted"  # sent SIGINT: the cell's ``except`` and ``finally`` run
+    LET_FAIL = "let fail"  # nothing yet: another rank has failed, and this one may fail by itself
+    # sent SIGINT: the ``except`` and ``finally`` blocks of the cell run
+    INTERRUPTED = "interrupted"
     CALLED_OFF = "called off"  # sent SIGTERM before its cell began
     TERMINATED = "terminated"  # sent SIGTERM: the time of its cell is over
-    TO_LEAVE = "to leave"  # nothing: its cell has ended, and it has a moment to leave by itself
+    TO_LEAVE = "to leave"  # nothing: its cell has ended, and it has a moment to exit by itself
     KILLED = "killed"  # sent SIGKILL
 
 
@@ -57,22 +59,23 @@ STEPS: dict[EndStage, frozenset[EndStage]] = {
     EndStage.TO_LEAVE: frozenset({EndStage.KILLED}),
     EndStage.KILLED: frozenset(),
 }
-"""Which stage may follow which; ARCHITECTURE.md explains them."""
+"""The valid transitions between stages; ARCHITECTURE.md explains them."""
 
 
 class Rank:
-    """One rank, as its agent knows it.
+    """One rank, as its agent sees it.
 
     Attributes:
-        stage: how far its end is, and ``since``, from when on (of the monotonic clock).
-        started: whether it has begun the cell.
-        at_work: whether it has noticed that it is interrupted, or is in C code that takes its time.
-        packing: whether it packs its names.
-        kept: it waits for the next order.
+        stage: how far the agent has got in ending the rank.
+        since: the time of the last transition, on the monotonic clock.
+        started: whether the rank has begun the cell.
+        at_work: whether it has noticed the interrupt, or is in C code that takes a while.
+        packing: whether it is packing its variables.
+        kept: its message that it waits for the next cell; None if it does not.
         imported: the installed modules that it has imported, if they are many.
-        too_late: whether it was killed since its names had not come in time.
-        asleep: whether it still slept when its time was out: an interrupt wakes Python code, but no
-            collective.
+        too_late: whether it was killed because its variables had not come in time.
+        asleep: whether it was still asleep when its time was over: an interrupt wakes up Python
+            code, but not a collective.
     """
 
     def __init__(self, number: int, process: RankProcess) -> None:
@@ -91,21 +94,21 @@ class Rank:
     # ------------------------------------------------------------ the steps of its end
 
     def let_fail(self) -> None:
-        """Give it a moment to fail by itself, as another rank has failed."""
+        """Give the rank a moment to fail by itself, since another rank has failed."""
         self._take_step(EndStage.LET_FAIL)
 
     def interrupt(self) -> None:
-        """Interrupt it, and the programs that it runs."""
+        """Interrupt the rank, and the programs that it runs."""
         self._take_step(EndStage.INTERRUPTED)
         self.process.interrupt()
 
     def call_off(self) -> None:
-        """End it before its cell begins: there is nothing to finish."""
+        """End the rank before its cell begins: there is nothing to finish."""
         self._take_step(EndStage.CALLED_OFF)
-        self.process.send(signal.SIGTERM)  # it may be deaf to SIGINT yet
+        self.process.send(signal.SIGTERM)  # it may not have its SIGINT handler yet
 
     def terminate(self) -> None:
-        """End it while it is in its cell; note whether it sleeps, after a signal that wakes."""
+        """End the rank while it is in its cell; note whether it sleeps in spite of a signal."""
         was_signalled = self.stage in (EndStage.INTERRUPTED, EndStage.CALLED_OFF)
         if self.started and was_signalled:
             seen = linux.process(self.process.pid)
@@ -114,27 +117,30 @@ class Rank:
         self.process.send(signal.SIGTERM)
 
     def expect_to_leave(self) -> None:
-        """Give it a moment to leave by itself, as its cell has ended."""
+        """Give the rank a moment to exit by itself, since its cell has ended."""
         self._take_step(EndStage.TO_LEAVE)
 
     def kill(self) -> None:
-        """SIGKILL it and all its descendants, once."""
+        """Send SIGKILL to the rank and all its descendants, once."""
         if self.stage is not EndStage.KILLED:
             self._take_step(EndStage.KILLED)
             self.process.kill_tree()
             self.process.send(signal.SIGKILL)
 
     def kill_session(self) -> None:
-        """SIGKILL it and its session, once; other ranks may use what has left the session."""
+        """Send SIGKILL to the rank and its session, once.
+
+        Processes that have left the session survive, since other ranks may use them.
+        """
         if self.stage is not EndStage.KILLED:
             self._take_step(EndStage.KILLED)
             self.process.send(signal.SIGKILL)
 
     def _take_step(self, to: EndStage) -> None:
-        """Go on to another stage.
+        """Move to another stage.
 
         Raises:
-            RuntimeError: no such step is in the table.
+            RuntimeError: the table has no such transition.
         """
         if to not in STEPS[self.stage]:
             raise RuntimeError(f"the end of {self!r} has no step to {to.value!r}")
@@ -143,27 +149,27 @@ class Rank:
 
     @property
     def seconds_in_stage(self) -> float:
-        """How long it has been in its stage."""
+        """How long the rank has been in its stage."""
         return time.monotonic() - self.since
 
     # ------------------------------------------------------------ what it is told, and what is said
 
     def tell(self, message: Message) -> None:
-        """Send it a message."""
+        """Send a message to the rank."""
         self.process.tell(pack(message))
 
     def leave(self) -> None:
-        """Let it go: its agent has all it needs."""
+        """Let the rank exit, since its agent has everything that it needs."""
         self.kept, self.ended_at = None, time.monotonic()
         self.tell(RankRequest(what="leave"))
 
     @property
     def leaving(self) -> bool:
-        """Whether its cell has ended, and it is still there, but not for the next one."""
+        """Whether the process still exists after its cell, and is not kept for the next one."""
         return self.ended is not None and self.kept is None and not self.process.gone
 
     def post_mortem(self, *, forkserver_outlived: bool) -> RankEnded:
-        """Say how a rank ended that did not say so itself."""
+        """Describe the end of a rank that did not report it itself."""
         code = self.process.exitcode
         ended = partial(RankEnded, rank=self.number, at=time.time())
         if code is not None and code < 0:
@@ -186,10 +192,10 @@ class Rank:
         )
 
     def _was_ended_by(self, number: signal.Signals) -> bool:
-        """Whether the agent brought about the signal of which it died.
+        """Return whether the agent caused the signal that killed the rank.
 
-        An interrupt lets the cell go on: of the signals after it, only SIGINT is the agent's. After
-        SIGTERM and SIGKILL every one is.
+        After an interrupt the cell goes on, so that of later signals, only SIGINT is the agent's.
+        After SIGTERM or SIGKILL, any signal counts as the agent's.
         """
         if self.stage is EndStage.INTERRUPTED:
             return number == signal.SIGINT
@@ -197,10 +203,11 @@ class Rank:
 
 
 class Ending:
-    """The end of one run's ranks on this VM; not begun at first.
+    """Ends one run's ranks on this VM, once :meth:`begin` has been called.
 
-    Ranks that stay are left alone once their cell has ended; those that stayed are not ended while
-    they take in the names of their next cell, but interrupted when that begins.
+    Ranks that are to be kept are left alone once their cell has ended. Kept ranks of an earlier run
+    are not ended while they load the variables of their next cell, but are interrupted when that
+    cell begins.
     """
 
     def __init__(self, order: RankOrder) -> None:
@@ -212,14 +219,14 @@ class Ending:
         self._packing_since: float | None = None
 
     def begin(self, how: How, *, names: bool) -> None:
-        """Let the ranks end; an ending that has begun can become less patient, never more."""
+        """Begin to end the ranks; a later call can only make this less patient."""
         self._names_wanted = self._names_wanted and names
         if self._how is None or _PATIENCE.index(how) < _PATIENCE.index(self._how):
             logger.info("the ranks are to end: %s", how)
             self._how, self._began = how, time.monotonic()
 
     def step(self, ranks: list[Rank]) -> None:
-        """Do what is due to ranks whose processes are there."""
+        """Carry out due transitions of ranks whose processes exist."""
         if self._how is None:
             return
         in_cell = [rank for rank in ranks if rank.ended is None]
@@ -231,7 +238,7 @@ class Ending:
                 self._end(rank)
 
     def _ask_to_end(self, rank: Rank) -> None:
-        """Interrupt a rank in its cell; before that, call it off, or wait until it has begun."""
+        """Interrupt a rank in its cell; before that, call it off, or wait until it begins."""
         failure = self._how == "failure"
         if not rank.started:
             if not failure and not self._stayed:
@@ -243,7 +250,7 @@ class Ending:
             rank.interrupt()
 
     def _is_time(self, in_cell: list[Rank]) -> bool:
-        """Whether ranks that are still in the cell are to be ended."""
+        """Return whether ranks that are still in the cell have to be ended."""
         passed = time.monotonic() - self._began
         if self._how == "now":
             return True
@@ -253,9 +260,9 @@ class Ending:
         return passed >= deadlines.NOTICE and not at_work
 
     def _end(self, rank: Rank) -> None:
-        """Take the next step with a rank whose time is over; rank 0's names come before."""
+        """Carry out the next transition of a rank out of time; rank 0's variables come first."""
         if rank.ended is not None and (self._stay or self._how == "interrupt"):
-            return  # it leaves, or stays
+            return  # it exits, or stays
         in_cell = rank.started and rank.ended is None
         if rank.number == 0 and in_cell and self._names_wanted:
             if time.monotonic() >= self._names_until(rank):
@@ -274,7 +281,7 @@ class Ending:
                 rank.expect_to_leave()
 
     def _names_until(self, rank: Rank) -> float:
-        """Ask rank 0 for its names; returns until when they may come."""
+        """Ask rank 0 for its variables; return the time until which they may come."""
         now = time.monotonic()
         if self._names_asked_at is None:
             logger.info("rank 0 is asked for its names")

@@ -1,6 +1,6 @@
-"""The ranks of one run on one VM as a job, which also holds rank 0's names until taken.
+"""The ranks of one run on one VM as a job, which also holds rank 0's variables until transferred.
 
-Each process's sentinel is watched, and what the rank itself said last.
+The end of a rank is derived from its process's sentinel and from the last message of the rank.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 def _expected(start: RankStart, modules: tuple[str, ...], scratch: str) -> GetReady:
-    """Return the order for a spare to become a rank like the last one, with a scratch apart."""
+    """Return the message that turns a spare into a rank like the last one, with another scratch."""
     staged = msgspec.structs.replace(start.staged, scratch=str(Path(scratch) / "ahead"))
     expected = msgspec.structs.replace(start, staged=staged, environ=start.lasting_environ)
     return GetReady(start=expected, modules=modules)
 
 
 class RankJob(Job):
-    """All ranks of a run on this VM; ``stays``: they were kept for the next run."""
+    """All ranks of a run on this VM; ``stays`` is whether they were kept for the next run."""
 
     def __init__(self, order: StartJob, agent: JobsAgent) -> None:
         super().__init__(order, agent)
@@ -73,7 +73,7 @@ class RankJob(Job):
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self._work.local_world_size
 
     # ------------------------------------------------------------ beginning
@@ -117,16 +117,17 @@ class RankJob(Job):
         self._replace_unfit()
 
     def _begin(self, rank: Rank, start: RankStart) -> None:
-        """Tell a process what it is to be."""
+        """Send a process the message that makes it a rank."""
         self.processes.append(rank.process)
         self._agent.on(rank.process.source, partial(self._hear_rank, rank))
         rank.process.tell(pack(start), start.staged.payload.fd)
 
     def _replace_unfit(self) -> None:
-        """Fork a process in the place of each that was made ahead and does not take its order.
+        """Fork a substitute for each process that was made a rank in advance and rejects its job.
 
-        It is waited for here: nothing is lost by that, as all of them have their order, and whoever
-        ends this job meanwhile is heard right afterwards, and finds ranks as they always are.
+        This waits for the replies. Nothing is lost by that, since all processes have got their
+        start message, and a message that ends this job meanwhile is handled right afterwards, when
+        the ranks are in an ordinary state.
         """
         until = time.monotonic() + deadlines.TAKES_ORDER
         for rank, start in zip(self.ranks, self._starts, strict=True):
@@ -134,7 +135,8 @@ class RankJob(Job):
             if process.ahead is MadeAhead.NOT:
                 continue
             if process.takes_order(until):
-                self._hear_rank(rank)  # what it said since will make nothing readable again
+                # messages that were read here will not make the descriptor readable again
+                self._hear_rank(rank)
                 continue
             logger.info("process %d does not take its order: another one is forked", process.pid)
             self._agent.off(source)
@@ -147,10 +149,11 @@ class RankJob(Job):
 
     @property
     def expected_next(self) -> dict[int, GetReady]:
-        """What spares do ahead of a next run like this one, by local rank, if this ended well.
+        """The messages for spares to prepare for a next run like this one, by local rank.
 
-        On VMs elsewhere, where the project is a copy that is unpacked for each run, and with data
-        processes, whose folder is each run's own, nothing can be done ahead.
+        It is empty unless this run ended well. It is also empty on other hosts, where the project
+        is a copy that is unpacked for each run, and for runs with data processes, which have their
+        own folder in each run: nothing can be prepared there.
         """
         work, config = self._work, self._agent.config
         well = self._how is None and all(
@@ -178,12 +181,12 @@ class RankJob(Job):
     # -------------------------------------------------------- what the supervisor and the ranks say
 
     def hear(self, message: Message) -> None:
-        """Take in what the supervisor says."""
+        """Handle a message of the supervisor."""
         match message:
             case LookAtRanks():
                 bury_orphans((self._agent.forkserver.pid,))  # a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
-                # in place of one that is on its way
+                # replaces a look under way
                 self._look = Look(processes, self._folder, message)
                 self._step_look()
             case Answer():
@@ -198,7 +201,7 @@ class RankJob(Job):
         for said in rank.process.hear():
             match said:
                 case RankEnded(outcome="stood", answer=Memory() as answer):
-                    with contextlib.suppress(OSError):  # it is gone: its sentinel says so
+                    with contextlib.suppress(OSError):  # the rank is gone, which its sentinel shows
                         self._answer, self._stood = answer.open(), answer
                 case RankEnded():
                     self._rank_ended(rank, said)
@@ -225,12 +228,12 @@ class RankJob(Job):
             try:
                 said = msgspec.structs.replace(said, answer=self._hold_answer(said.answer))
             except (FileNotFoundError, ProcessLookupError):
-                return  # killed, and the names with it: its sentinel says so
+                return  # the rank was killed, and its variables are lost; its sentinel shows this
             except OSError as error:
                 said = msgspec.structs.replace(said, answer=None)
                 self.fail(f"the names that the run made could not be taken: {error}")
         rank.ended, rank.ended_at = said, time.monotonic()
-        # one that was to stay and has packed its names as they stood is stuck: it stays no more
+        # a rank that was to be kept, but had to pack its variables early, is stuck: it is not kept
         if not self._work.cell.spec.keep or rank.packing:
             rank.leave()
         elif said.answer is not None:
@@ -238,7 +241,7 @@ class RankJob(Job):
         self._say(said)
 
     def _hold_answer(self, answer: Memory) -> Memory:
-        """Open rank 0's answer here, so that the rank may go; return it for the supervisor."""
+        """Open rank 0's result here, so that the rank may exit; return it for the supervisor."""
         if answer is not self._stood:
             if self._answer >= 0:
                 os.close(self._answer)
@@ -258,7 +261,7 @@ class RankJob(Job):
 
     @property
     def ended(self) -> bool:
-        """Whether no process of it is at work: all are gone, or all stay."""
+        """Whether none of its processes is at work: all are gone, or all are kept."""
         return super().ended or (bool(self.ranks) and all(rank.kept for rank in self.ranks))
 
     def _keep(self) -> tuple[RankKept, ...]:
@@ -279,7 +282,7 @@ class RankJob(Job):
         return kept
 
     def _dismiss(self) -> None:
-        """Let those leave that would have stayed, as another rank does not."""
+        """Let the ranks exit that would have been kept, if another rank cannot be kept."""
         if self._how is not None or any(rank.process.gone for rank in self.ranks):
             for rank in self.ranks:
                 if rank.kept:
@@ -321,7 +324,7 @@ class RankJob(Job):
                 rank.kill_session()
 
     def close(self) -> None:
-        """Give back what it held."""
+        """Release what the job holds."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(super().close)
             last_first.callback(self._usage.end)

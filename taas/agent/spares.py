@@ -1,24 +1,25 @@
-"""Processes that wait for an order to be a rank: spares, and ranks that stay.
+"""Processes that wait for a start message: spare processes (spares), and kept ranks.
 
-A fork of the forkserver and a rank's own start cost more processor time than all that follows until
-the cell runs. So once a run is over, the agent makes as many processes as that run had ranks, one
-after the other, and each does what no order changes: it ties itself to its agent, builds the shell.
-A run takes them; what is missing is forked then, and does the same: the two differ in nothing but
-when they were forked.
+A fork from the forkserver and a rank's own start take more processor time than everything that
+follows until the cell runs. Therefore, once a run is over, the agent makes as many processes as
+that run had ranks, one after the other. Each of them does all work that does not depend on the run:
+it ties itself to its agent, and builds the IPython shell. The next run takes these spares. Missing
+processes are forked then, and do the same work: the only difference is when they were forked.
 
-Where the last run's ranks have imported much, the spares become, one after the other, the ranks
-that are expected next, and import it (rank/ready_ahead.py). That costs memory and trust in a
-comparison, so spares of other runs are left as they are. A spare that is such a rank takes the
-order that it expects; else it is ended, and a process that is forked then takes it. One that is
-still at an import when its order comes has :data:`deadlines.TAKES_ORDER` to get out of it.
+If the ranks of the last run have imported many modules, the spares become, one after the other, the
+ranks that are expected next, and import these modules (rank/ready_ahead.py). This costs memory, and
+relies on a comparison between the expected run and the next one, so spares are not prepared in this
+way for other runs. Such a spare accepts a start message like the one that it expects; otherwise it
+is ended, and the job is given to a process that is forked then. A spare that is still importing
+when its start message comes has :data:`deadlines.TAKES_ORDER` to finish the import.
 
-A spare was prepared for one environment, project and forkserver; a run with another one does not
-use it, it is ended. Spares are ended too when nothing has used them for a while, or the machine's
-memory becomes scarce. That one cannot be made, or dies, costs the next run the time of a fork and
-nothing else.
+A spare was prepared for one environment, project and forkserver; it is ended if the next run has
+another one. Spares are also ended if they have not been used for a while, or if the machine runs
+short of memory. If a spare cannot be made, or dies, this costs the next run only the time of a
+fork.
 
-After a `--keep` cell its ranks stay until the next one, until they die, or until the VM is given
-back.
+After a ``--keep`` cell its ranks stay until the next such cell, until they die, or until the VM is
+released.
 """
 
 from __future__ import annotations
@@ -45,16 +46,20 @@ from taas.protocol.ranks import GetReady, Preparation, RankReady, RankRequest, R
 logger = logging.getLogger(__name__)
 
 MOST = max(8, os.cpu_count() or 1)
-"""So many spares a VM has at most."""
+"""The maximum number of spares on a VM."""
 _LEFT_FOR_OTHERS = 0.25
-"""This share of memory stays free when spares have imported. An import takes some hundreds of MB in
-each of them, for a cell that may never come, and the notebook's next cell may load a model.
+"""The share of memory that must stay free after spares have imported modules. The imports take
+hundreds of MB in each of them, for a cell that may never come, and the notebook's next cell may
+load a model.
 """
 On = Callable[[Any, Callable[[], None]], None]
 
 
 class _Surroundings(NamedTuple):
-    """What a rank that was made ahead cannot see change: number of ranks, project, mounts."""
+    """The conditions whose change a rank prepared in advance cannot notice itself.
+
+    These are the number of ranks, the project and the mounts.
+    """
 
     ranks: int
     project: tuple[int, int]
@@ -62,7 +67,7 @@ class _Surroundings(NamedTuple):
 
     @classmethod
     def now(cls, project: str, ranks: int) -> _Surroundings | None:
-        """Return it; None where it cannot be told."""
+        """Return the present conditions; None if they cannot be determined."""
         try:
             status = Path(project).stat()
             mounts = Path("/proc/self/mountinfo").read_bytes()
@@ -72,7 +77,7 @@ class _Surroundings(NamedTuple):
 
 
 class Spares:
-    """The spare processes of one agent; ``on`` and ``off`` begin and end to watch a descriptor."""
+    """The spare processes of one agent; ``on`` and ``off`` start and stop watching a descriptor."""
 
     def __init__(self, forkserver: Forkserver, on: On, off: Callable[[Any], None]) -> None:
         self._forkserver, self._on, self._off = forkserver, on, off
@@ -88,7 +93,10 @@ class Spares:
     def want(
         self, preparation: Preparation, count: int, ahead: Mapping[int, GetReady] | None = None
     ) -> None:
-        """Expect a run with so many ranks here; ``ahead``: what makes them ready, by local rank."""
+        """Expect a run with ``count`` ranks on this VM.
+
+        ``ahead`` has the messages by which spares prepare for it, by local rank.
+        """
         self._expect(preparation, min(count, MOST))
         now = time.monotonic()
         self._from, self._until = now + deadlines.SPARES_REST, now + deadlines.SPARES_IDLE
@@ -105,13 +113,13 @@ class Spares:
         self._ahead = {}
 
     def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
-        """Give a run ``count`` processes by local rank, unwatched: spares made for it, then fresh.
+        """Yield ``count`` unwatched processes for a run, by local rank: its spares, then others.
 
-        One that was made a rank ahead says itself whether it takes the order. No more spares are
-        made until the next :meth:`want`.
+        A spare that was made a rank in advance reports itself whether it accepts the job. No more
+        spares are made until the next :meth:`want`.
 
         Raises:
-            OSError, EOFError: one could not be forked.
+            OSError, EOFError: a process could not be forked.
         """
         self._expect(preparation, 0)
         self._waiting = [process for process in self._waiting if process.alive]
@@ -123,7 +131,7 @@ class Spares:
             yield self._take_one(local) or RankProcess(preparation)
 
     def _take_one(self, local: int) -> RankProcess | None:
-        """Return the spare that is this rank already, else one that can be any."""
+        """Return the spare that is this rank already, or else one that can be any rank."""
         fitting = [spare for spare in self._waiting if spare.local_rank == local]
         fitting += [spare for spare in self._waiting if spare.ahead is MadeAhead.NOT]
         if not fitting:
@@ -134,7 +142,7 @@ class Spares:
         return fitting[0]
 
     def step(self) -> None:
-        """Make or ready the next one, if it is time; end all if unused, or memory is short."""
+        """Make or prepare the next spare if it is time; end all if unused or short of memory."""
         if not self._waiting and not self._wanted:
             return
         now = time.monotonic()
@@ -155,7 +163,7 @@ class Spares:
 
     @property
     def _importing(self) -> RankProcess | None:
-        """The one that imports: one at a time, beside what the user does."""
+        """The spare that is importing: one at a time, since the user's work goes on."""
         return next((one for one in self._waiting if one.ahead is MadeAhead.IMPORTING), None)
 
     def _make_one(self) -> None:
@@ -163,7 +171,7 @@ class Spares:
         try:
             spare = RankProcess(self._preparation)
         except (OSError, EOFError):
-            # no process, no descriptor: the next run will say so if it lasts
+            # no process or descriptor is left; if this lasts, the next run will report it
             self._wanted, self._ahead = 0, {}
             return
         self._waiting.append(spare)
@@ -171,7 +179,7 @@ class Spares:
         self._on(spare.sentinel, partial(self._lose, spare))
 
     def _let_one_get_ready(self) -> None:
-        """Let the next rank be made, if memory remains: it takes about what the last one took."""
+        """Prepare the next rank if memory allows; it needs about as much as the last one."""
         left = memory_left()
         spare = next((one for one in self._waiting if one.ahead is MadeAhead.NOT), None)
         if spare is None or left.free - self._import_took < _LEFT_FOR_OTHERS * left.total:
@@ -196,7 +204,7 @@ class Spares:
             self._off(source)
 
     def _give_up(self, spare: RankProcess, why: str) -> None:
-        """End one that cannot be made a rank ahead, and make no other such, but one as before."""
+        """End a spare that cannot be prepared; make an ordinary one, and prepare no others."""
         logger.info("spare %d is ended: it %s", spare.pid, why)
         if spare.expected is not None:
             self._in_vain.add(spare.expected.modules)
@@ -204,7 +212,7 @@ class Spares:
         self._end_one(spare)
 
     def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
+        """Return the seconds until :meth:`step` has something to do, if no message comes before."""
         now = time.monotonic()
         if self._missing:
             return max(0.0, self._from - now)
@@ -215,13 +223,14 @@ class Spares:
         return deadlines.SPARES_LOOK if self._waiting else None
 
     def _lose(self, spare: RankProcess) -> None:
-        """One is gone, for whatever reason: make no others in its place."""
+        """Handle the end of a spare, for whatever reason: make no others in its place."""
         if spare.ahead is MadeAhead.IMPORTING and spare in self._waiting:
-            self._hear(spare)  # the end of a process may be seen before its last word
+            self._hear(spare)  # the end of a process may be noticed before its last message
             if spare not in self._waiting:
-                return  # it said why
+                return  # it has reported why
         if spare.ahead is MadeAhead.IMPORTING and spare.expected is not None:
-            self._in_vain.add(spare.expected.modules)  # an import has ended it, or took the memory
+            # an import has ended it, or has used up the memory
+            self._in_vain.add(spare.expected.modules)
         self._off(spare.sentinel)
         self._off(spare.source)
         spare.disconnect()
@@ -232,7 +241,7 @@ class Spares:
             sweep_orphans((self._forkserver.pid,))
 
     def _end_one(self, spare: RankProcess) -> None:
-        """End one, with what its imports may have started."""
+        """End a spare, with any processes that its imports may have started."""
         self._waiting.remove(spare)
         self._off(spare.sentinel)
         self._off(spare.source)
@@ -242,13 +251,13 @@ class Spares:
         spare.disconnect()
 
     def end(self) -> None:
-        """End all."""
+        """End all spares."""
         for spare in [*self._waiting]:
             self._end_one(spare)
         self._wanted, self._ahead = 0, {}
 
     def forget(self) -> None:
-        """Let go of those of another forkserver, which ended with it, and bury them."""
+        """Discard the spares of an earlier forkserver, which ended with it, and reap them."""
         self.end()
         sweep_orphans((self._forkserver.pid,))
 
@@ -270,28 +279,28 @@ class KeptProcesses:
     def keep(
         self, processes: dict[int, RankProcess], store: RunStore | None, project: ProjectArrival
     ) -> None:
-        """Keep ranks whose cell has ended, by number, with project and store."""
+        """Keep ranks whose cell has ended, by number, with their project and their store."""
         self._processes, self.project = dict(processes), project
         self._stores += [store] if store is not None else []
         for number, process in processes.items():
             self._on(process.sentinel, partial(self._lose, number))
 
     def take(self) -> list[RankProcess]:
-        """Give the next run its ranks, no longer watched."""
+        """Hand the ranks over to the next run, and stop watching them."""
         taken, self._processes = self._processes, {}
         for process in taken.values():
             self._off(process.sentinel)
         return list(taken.values())
 
     def _lose(self, number: int) -> None:
-        """One has died, and what the others know is of no use without it."""
+        """Handle the death of a rank: the state of the other ranks is of no use without it."""
         code = self._processes[number].exitcode
         self.end()
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "left"
         self._say(KeptGone(how=f"rank {number} {how}"))
 
     def end(self, *, patient: bool = False) -> None:
-        """End them; patient: they run their exit functions before."""
+        """End the ranks; if ``patient``, they run their exit functions first."""
         processes = list(self._processes.values())
         for process in processes:
             self._off(process.sentinel)

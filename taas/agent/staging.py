@@ -1,12 +1,12 @@
-"""What a job needs on its VM before it forks: a memory, the project, an environment.
+"""What a job needs on its VM before its processes are forked: payload, project and environment.
 
-And what goes home from a VM elsewhere: bytes of output files, as they grow, and archives of what
-was changed in the copy of the project, each a source for the job's
+Also, what a remote VM sends back: the growth of output files, and archives of files that were
+changed in its copy of the project. Each of these is a source for the job's
 :class:`taas.protocol.chunks.Sender`.
 
-Local is remote with a short cut: on the notebook's machine the memory is opened and all else is
-there; elsewhere the memory comes in chunks, and the project too where this VM does not see the
-notebook's disk.
+On the notebook's machine, the same classes take a shortcut: the payload's memory is opened there,
+and everything else is in place already. On other machines the payload comes in chunks; so does the
+project, if the VM does not share the notebook's disk.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _COPY = "project"
 def environment(
     notebook: dict[str, str], changed: Iterable[str], config: AgentConfig
 ) -> dict[str, str]:
-    """Return the environment that ranks have on this VM.
+    """Return the environment of ranks on this VM.
 
-    A variable that the notebook set itself (``changed``: or removed) holds here, too; one that it
-    inherited holds where this VM has none of that name: PATH, HOME and their like are the VM's.
+    Variables that the notebook itself set or removed (``changed``) have the notebook's values.
+    Other variables of the notebook are used only if this VM has no variable of that name: PATH,
+    HOME and the like are the VM's.
     """
     own = {name: value for name, value in config.environ.items() if name not in changed}
     return {**notebook, **own}
 
 
 def _empty_folder(wanted: Path) -> Path:
-    """Return a folder for a job: the one of earlier jobs of its number, if that is empty.
+    """Return a folder for a job: that of earlier jobs with the same number, if it is empty.
 
-    Spares stand in it, in the copy of the project, which may be there.
+    It may contain the copy of the project, which is the working directory of spares.
     """
     wanted.mkdir(mode=0o700, exist_ok=True)
     left = [path for path in wanted.rglob("*") if path != wanted / _COPY]
@@ -59,16 +60,16 @@ def _empty_folder(wanted: Path) -> Path:
 
 
 class Staging:
-    """What one job needs, on its way to this VM and there until :meth:`close`.
+    """What one job needs, while it arrives at this VM and until :meth:`close`.
 
     Args:
-        order: the job's.
-        config: the agent's.
-        say: says something of the job to the supervisor.
-        before: the project, where the ranks that this VM has kept are in it.
+        order: the message that starts the job.
+        config: the agent's configuration.
+        say: sends the supervisor a message about the job.
+        before: the project of the ranks that this VM has kept; None if there are none.
 
     Raises:
-        OSError: there is no room for it, or its holder is gone.
+        OSError: there is no space for it, or the process that holds the payload is gone.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class Staging:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is here."""
+        """Whether everything has arrived."""
         return self._payload.complete and self.project.ready
 
     @property
     def staged(self) -> Staged:
-        """Where all of it is."""
+        """The locations of everything that was staged."""
         on_demand = self.project.on_demand
         return Staged(
             payload=self._payload.memory,
@@ -118,7 +119,7 @@ class Staging:
         )
 
     def take(self, chunk: Chunk) -> None:
-        """Take in what the supervisor sends; where it cannot be kept, an OSError says what."""
+        """Process a chunk that the supervisor sends; an OSError says what could not be stored."""
         if chunk.of != "payload":
             what = "the project"
         elif isinstance(self._order.work, RankOrder):
@@ -131,7 +132,10 @@ class Staging:
             raise OSError(f"{what} could not be taken: {error}") from error
 
     def leave_to_ranks(self) -> ProjectArrival:
-        """Leave the project to ranks that stay; what they diverted is on the notebook's machine."""
+        """Leave the project to ranks that are kept.
+
+        Files that they diverted are removed: the notebook's machine has them by now.
+        """
         self._stays = True
         if self._root is not None:
             for diverted in Path(self._scratch).glob("rank*/tree"):
@@ -139,7 +143,7 @@ class Staging:
         return self.project
 
     def close(self) -> None:
-        """Give back the memory, and remove what was made on this VM, but for what stays."""
+        """Release the memory, and remove the files made on this VM, except those of kept ranks."""
         with contextlib.ExitStack() as last_first:
             if self._root is not None and self._stays:
                 last_first.callback(remove_tree, self._output)
@@ -152,21 +156,23 @@ class Staging:
 
 
 class ProjectArrival:
-    """The project's way to a VM: the notebook's disk where it is seen, else a copy.
+    """The project on a VM: on the notebook's disk, if the VM shares that disk, otherwise a copy.
 
     Args:
         root: a folder of this VM, which its owner removes; None on the notebook's machine.
-        cache: for large files of projects, as long as there is the agent.
+        cache: a folder for large files of projects, which lasts as long as the agent.
 
     Attributes:
-        on_demand: what its copy lacks.
-        ready: whether it is here, as it is now.
-        copy: where it was unpacked; None where the notebook's disk is seen.
-        path: where those who work with it find it.
-        since_ns: what changed there later, the run changed; by the clock of the file system it is
-            on.
-        replica: what they have to see in that place (:func:`taas.project.sync.enter_replica`);
-            empty: what is there.
+        on_demand: the files that are missing in the copy, and are sent on demand; None without a
+            copy.
+        ready: whether the present version of the project is here.
+        copy: the folder into which the project was unpacked; None if the VM shares the notebook's
+            disk.
+        path: the path at which the job's processes find the project.
+        since_ns: a file with a later modification time was changed by the run; in the clock of the
+            file system that has the project.
+        replica: the folder that these processes have to see at ``path``
+            (:func:`taas.project.sync.enter_replica`); empty if ``path`` already is the project.
         notices: lines for the user.
     """
 
@@ -183,7 +189,7 @@ class ProjectArrival:
         self.ready = False
 
     def expect(self, order: StartJob, say: Callable[[JobRequest], None]) -> None:
-        """Expect the project for a job; a copy of an earlier job is brought up to date."""
+        """Expect the project for a job; the copy of an earlier job is brought up to date."""
         self._vm, self._say = order.name, say
         self._packed, self.notices = None, []
         self.since_ns = order.since_ns
@@ -191,11 +197,11 @@ class ProjectArrival:
         self.ready = self.root is None or (self.copy is None and _sees_disk(order))
 
     def take(self, chunk: Chunk) -> None:
-        """The supervisor sends a part of the packed project, or of a file that was asked for.
+        """Process a part of the packed project, or of a file that was requested.
 
         Raises:
-            OSError: there is no room for it.
-            Unreadable: it is no project.
+            OSError: there is no space for it.
+            Unreadable: the data are not a project.
         """
         if chunk.of == "file":
             if self.on_demand is not None:
@@ -235,15 +241,15 @@ class ProjectArrival:
             self.replica = str(self.copy)
 
     def close(self) -> None:
-        """Give back what is on its way. Twice is harmless."""
+        """Release parts that have been received; may be called twice."""
         if self._packed is not None:
             self._packed.close()
 
 
 def _sees_disk(order: StartJob) -> bool:
-    """Whether this VM sees the notebook's disk: a file with the order's token proves it.
+    """Return whether this VM shares the notebook's disk, proved by a file that has the job's token.
 
-    Names, sizes and times of files do not: a VM may have a copy of that disk.
+    Names, sizes and times of files would prove nothing: a VM may have a copy of that disk.
     """
     with contextlib.suppress(OSError):
         return bool(order.token) and Path(order.token_path).read_bytes() == order.token
@@ -253,14 +259,15 @@ def _sees_disk(order: StartJob) -> bool:
 # ---------------------------------------------------------------- home
 
 _EVERY_SECONDS = 30.0
-"""So often is what was changed in the project sent while the cell runs."""
+"""The interval at which changes in the project are sent while the cell runs."""
 _PACKED_AT_ONCE = 64
 
 
 def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
-    """Read what a rank writes into its folder: raw files before the events that count on them.
+    """Yield what a rank writes into its folder: raw output before the events that refer to it.
 
-    It ends with a last look, begun when ``ended`` says that nobody writes there any more.
+    The iterator ends with a last look, which begins after ``ended`` returns that nothing more will
+    be written.
     """
     files = dict.fromkeys((STDOUT, STDERR, EVENTS, COLLECTED), 0)
     last = False
@@ -271,12 +278,13 @@ def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Ch
             for offset, data in _read(folder / name, sent, size):
                 yield Chunk(of="output", rank=rank, file=name, offset=offset, data=data)
                 files[name] = offset + len(data)
-        if not last:  # else it is over: nothing might wake this process for another step
+        # otherwise it is over, and nothing might wake up this process for another step
+        if not last:
             yield None
 
 
 def log_of(log: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
-    """Read what a data process prints, in whole lines: those of several VMs share a file."""
+    """Yield what a data process prints, in whole lines, as several processes share a file."""
     sent, last = 0, False
     while not last:
         last = ended()
@@ -290,7 +298,7 @@ def log_of(log: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
 
 
 def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """Read a file up to a size; gives chunks, with where they are."""
+    """Yield the chunks of a file up to a size, each with its offset."""
     if offset < size:
         with path.open("rb", buffering=0) as file:
             while offset < size and (
@@ -301,10 +309,10 @@ def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 class ProjectChanges:
-    """What ranks change in their VM's copy of the project and ``--shared``, as archives.
+    """What ranks change in their VM's copy of the project and in ``--shared``, as archives.
 
-    ``home`` is the project's path on the notebook's machine; ``ended`` says whether all ranks have
-    ended.
+    ``home`` is the path of the project on the notebook's machine. ``ended`` returns whether all
+    ranks have ended.
     """
 
     def __init__(
@@ -324,7 +332,7 @@ class ProjectChanges:
         self._next_look = monotonic() + _EVERY_SECONDS
 
     def chunks(self) -> Iterator[Chunk | None]:
-        """Look every now and then, and once when the ranks have ended."""
+        """Look for changes at intervals, and once when the ranks have ended."""
         while not self._ended():
             if self._project is not None and monotonic() >= self._next_look:
                 yield from self._archive("changes", self._project, last=False)
@@ -332,7 +340,7 @@ class ProjectChanges:
             yield None
         if self._project is not None:
             yield from self._archive("changes", self._project, last=True)
-        # What ranks other than 0 wrote in the project's place is sorted on the notebook's machine.
+        # Files that ranks other than 0 wrote are sorted on the notebook's machine.
         numbers = range(
             max(1, self._order.first_rank), self._order.first_rank + self._order.local_world_size
         )
@@ -344,7 +352,7 @@ class ProjectChanges:
     def _archive(
         self, of: Literal["changes", "writes"], changes: Changes, *, last: bool
     ) -> Iterator[Chunk | None]:
-        """Pack and send what has changed; without room for that, the next look has it."""
+        """Pack and send changes; if there is no space for that, they are left to the next look."""
         try:
             if self._arrival.on_demand is not None and of == "changes":
                 changes.know(self._arrival.on_demand.came)

@@ -1,4 +1,4 @@
-"""What ranks have as under torchrun: its variables, and a store, where they find each other.
+"""What ranks have as under torchrun: its environment variables, and a store for their rendezvous.
 
 The agent of a run's first VM opens the store.
 """
@@ -30,7 +30,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def _interface_of(host: str) -> str | None:
-    """Return the name of the network interface that has an address; None if none has."""
+    """Return the name of the network interface with an address; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == host for address in addresses):
             return str(name)
@@ -38,7 +38,7 @@ def _interface_of(host: str) -> str | None:
 
 
 def _visible(order: RankOrder, own: str) -> Iterable[str]:
-    """Return the GPUs that a rank sees; its own first, if its program takes the first."""
+    """Return the GPUs that a rank sees; its own comes first, if its program uses the first."""
     own_first = order.cell.own_gpu_first
     return sorted(order.gpus, key=lambda gpu: gpu != own) if own_first else order.gpus
 
@@ -66,9 +66,9 @@ def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str,
     }
     if order.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(order, order.gpus[local_rank]))
-    elif present_gpus():  # a rehearsal, or a CPU type, on a machine that has some
+    elif present_gpus():  # a rehearsal, or a CPU instance type, on a machine that has GPUs
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    # on loopback nothing of the run can be reached from another machine
+    # on loopback, no other machine can reach anything of the run
     interface = "lo" if store.host == LOOPBACK else _interface_of(order.host)
     if interface is not None:
         environ |= {name: interface for name in _INTERFACES if name not in staged.environ}
@@ -78,17 +78,18 @@ def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str,
 
 
 class RunStore:
-    """The store, until :meth:`close`; ``address``: where ranks find it.
+    """The store of a run, until :meth:`close`; ranks find it at ``address``.
 
-    On one machine it is a folder that nobody else can enter, and in it a file for each group.
-    Programs want a ``MASTER_PORT`` all the same, and a command that the cell starts
-    (``!python train.py``) opens its own store there: the port is reserved, by a socket that does
-    not listen. On several machines the store is a TCPStore, on the first VM's own address alone:
-    without a socket of ours it would listen on all. It is served by a process of its own, forked
-    from the forkserver: the agent has no torch, and rank 0 may leave before the others.
+    On one machine the store is a folder that only this user can enter, with a file for each group.
+    Programs need a ``MASTER_PORT`` nevertheless, and a command that the cell starts (``!python
+    train.py``) opens its own store at that port; the port is reserved by a socket that does not
+    listen. On several machines the store is a TCPStore that listens only on the first VM's own
+    address: taas passes it a socket, as otherwise it would listen on all addresses. A dedicated
+    process serves the TCPStore. It is forked from the forkserver, since the agent does not import
+    torch, and rank 0 may exit before the others.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the store cannot be opened.
     """
 
     def __init__(self, wanted: StoreAddress, world_size: int, scratch: Path) -> None:
@@ -107,7 +108,7 @@ class RunStore:
         self.address = msgspec.structs.replace(wanted, port=port, folder=self._folder)
 
     def close(self) -> None:
-        """Give it up; all ranks are gone."""
+        """Close the store, after all ranks are gone."""
         if self._server is not None:
             self._server.kill()
             self._server.join()
@@ -119,7 +120,7 @@ class RunStore:
 
 
 def _start_server(host: str, world_size: int) -> tuple[Any, int]:
-    """Fork a process that serves a TCPStore; returns it, and its port."""
+    """Fork a process that serves a TCPStore; return the process and the port."""
     ours, its = multiprocessing.Pipe(duplex=False)
     with its:
         process = fork(_serve, its, host, world_size)
@@ -149,7 +150,7 @@ def _serve(agent: Connection, host: str, world_size: int) -> None:
         wait_for_workers=False,
         timeout=timedelta(minutes=30),
         master_listen_fd=listener.detach(),
-        use_libuv=False,  # with it torch 2.7 takes no socket of ours
+        use_libuv=False,  # with libuv, torch 2.7 does not accept a socket
     )
     agent.send(port)
     agent.close()
