@@ -1,1 +1,1 @@
-"""What the whole of taas stands on: Linux, import hooks, words, folders, the poll loop."""
+"""The base package of taas: Linux, import hooks, wording, folders and the poll loop."""

@@ -1,4 +1,4 @@
-"""Change modules when the program imports them; tell what was imported or edited."""
+"""Change modules when the program imports them; detect which modules were imported or edited."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from typing import Any
 
 # ---------------------------------------------------------------- what sys.modules has
 #
-# A lazy module imports itself when an attribute is read, or raises there: one of
-# ``importlib.util.LazyLoader`` for any attribute, one with a ``__getattr__`` (speechbrain's) for
-# any that it lacks, such as ``__file__``. Code that only looks around must not trigger that. So
-# these functions, and not ``getattr``, read attributes of modules in ``sys.modules``.
+# A lazy module imports itself, or raises an error, when an attribute is read: a module of
+# ``importlib.util.LazyLoader`` for any attribute, a module with a ``__getattr__`` (speechbrain's)
+# for any attribute that it lacks, such as ``__file__``. Code that merely inspects modules must not
+# trigger that. So attributes of modules in ``sys.modules`` are read by the following functions, and
+# not by ``getattr``.
 
 _Unexecuted: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 """The class of a module of ``LazyLoader`` until its first use."""
 
 
 def loaded(name: str) -> Any:
-    """Return a module that was imported and executed; None for a lazy one, too."""
+    """Return a module that was imported and executed; None if it was not, or is still lazy."""
     module = sys.modules.get(name)
     return None if type(module) is _Unexecuted else module
 
 
 def attributes_of(module: Any) -> dict[str, Any]:
-    """Return the ``__dict__`` of a module or object, past its class; empty without one."""
+    """Return the ``__dict__`` of a module or object, bypassing its class; empty if it has none."""
     try:
         found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:  # None, or an object that a program has put into sys.modules
@@ -43,7 +44,7 @@ def attributes_of(module: Any) -> dict[str, Any]:
 
 
 def attribute_of(name: str, attribute: str, default: Any = None) -> Any:
-    """Return an attribute of an imported module, or the default; this triggers no import."""
+    """Return an attribute of an imported module, or the default, without triggering an import."""
     return attributes_of(sys.modules.get(name)).get(attribute, default)
 
 
@@ -54,7 +55,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class _Changed(importlib.abc.Loader):
-    """Loads a module as its own loader does, and changes it before any code uses it."""
+    """Loads a module by its own loader, and changes it before any other code uses it."""
 
     def __init__(
         self, native: importlib.abc.Loader, changes: Sequence[Change], arounds: Sequence[Around]
@@ -65,7 +66,7 @@ class _Changed(importlib.abc.Loader):
         return self._native.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its own loader: libraries ask it for resources and source.
+        # The module keeps its own loader, since libraries get resources and source from it.
         module.__loader__ = self._native
         if module.__spec__ is not None:
             module.__spec__.loader = self._native
@@ -78,7 +79,7 @@ class _Changed(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules for which a change or a context waits, through the finders after it."""
+    """Finds modules for which a change or a context is registered, through the finders after it."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}
@@ -90,15 +91,14 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        # A change waits until the import, not the search: libraries search for others to see
-        # whether they are installed.
-        # installed.
-        # a reload (it has a target) executes the module anew in a notebook, too
+        # A change is applied at the import, and not at the search: libraries search for other
+        # libraries to see whether they are installed. A reload, which has a target, does not count
+        # as a first import: it would execute the module again in a notebook, too.
         is_known = fullname in self.known and target is None
         waits = is_known or fullname in self.changes or fullname in self.arounds
         if not waits or getattr(self._finding, "name", "") == fullname:
             return None
-        self._finding.name = fullname  # finders like this one search from the start again
+        self._finding.name = fullname  # other finders of this kind search from the start again
         try:
             for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
                 spec = finder.find_spec(fullname, path, target)
@@ -113,7 +113,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     @contextmanager
     def _first_time(self, name: str) -> Iterator[None]:
-        """Yield at the first import; a later import of a known module is the program's own wish."""
+        """Enter the context for the first import of a module that the notebook has imported.
+
+        The program itself has asked for any later import of the module.
+        """
         self.known.discard(name)
         with self.around_known():
             yield
@@ -123,9 +126,9 @@ _finder = _Finder()
 
 
 def after_import(name: str, change: Change) -> None:
-    """Call ``change(module)`` right after a module is executed, or now if it has been."""
+    """Call ``change(module)`` right after a module is executed, or now if it already was."""
     module = sys.modules.get(name)
-    if module is not None:  # a lazy module is executed by this, so that it can be changed
+    if module is not None:  # this executes a lazy module, so that it can be changed
         change(module)
         return
     _finder.changes.setdefault(name, []).append(change)
@@ -133,14 +136,14 @@ def after_import(name: str, change: Change) -> None:
 
 
 def around_import(names: Collection[str], around: Around) -> None:
-    """Execute modules, when they are imported, within ``with around():``."""
+    """Execute modules within ``with around():`` when they are imported."""
     _finder.arounds |= dict.fromkeys(names, around)
     _begin()
 
 
 @contextmanager
 def around_imports(names: Collection[str], around: Around) -> Iterator[None]:
-    """In the body, execute modules when they are imported within ``with around():``."""
+    """In the body, execute modules within ``with around():`` when they are imported."""
     before = _finder.arounds
     _finder.arounds = {**before, **dict.fromkeys(names, around)}
     _begin()
@@ -151,7 +154,10 @@ def around_imports(names: Collection[str], around: Around) -> Iterator[None]:
 
 
 def around_imports_of_known(names: set[str], around: Around) -> None:
-    """Execute the first import of these modules within ``around``, and of no earlier ones."""
+    """Execute the first import of each of these modules within ``around``.
+
+    They replace the modules of an earlier call.
+    """
     _finder.known, _finder.around_known = names, around
     _begin()
 
@@ -164,25 +170,26 @@ def _begin() -> None:
 def imported_since(known: set[str]) -> list[str]:
     """Return the names of the modules that are not in ``known``, and add them to it.
 
-    Known modules are not touched: in a forked rank each touched page is copied, 5 ms for all names.
+    The known modules themselves are not touched, because a forked rank copies each page that it
+    touches; for all names that would take 5 ms.
     """
     count = max(0, len(sys.modules) - len(known))
     *new, before = itertools.islice(reversed(sys.modules), count + 1)
-    if before not in known or not known.isdisjoint(new):  # one was removed, or imported again
+    if before not in known or not known.isdisjoint(new):  # a module was removed, or imported again
         new = [name for name in [*sys.modules] if name not in known]
     known.update(new)
     return new
 
 
 def is_installed(path: str) -> bool:
-    """Tell whether a file belongs to Python's library or an installed package, not to a project."""
+    """Return whether a file belongs to Python's library or to an installed package."""
     in_package = "/site-packages/" in path or "/dist-packages/" in path
     return in_package or path.startswith(_library_folders())
 
 
 @cache
 def _library_folders() -> tuple[str, ...]:
-    import sysconfig  # a kernel imports this file, and never asks
+    import sysconfig  # a kernel imports this file, but never calls this function
 
     return tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib"))
 
@@ -191,7 +198,7 @@ _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
 
 
 def may_be_of_project(name: str) -> bool:
-    """Tell whether a module may be a project's: neither Python's nor installed."""
+    """Return whether a module may be a project's: it is not Python's, and not installed."""
     file = attribute_of(name, "__file__") or ""
     return (
         file != ""
@@ -201,15 +208,17 @@ def may_be_of_project(name: str) -> bool:
 
 
 _noted: dict[str, tuple[object, int]] = {}
-"""By name, the spec with which a module was loaded, and the time (ns) of its file's last change."""
+"""By module name: the spec with which the module was loaded, and the modification time (ns) of its
+file.
+"""
 
 
 def note_files(_result: object = None) -> None:
-    """Record the times of the files of modules that were imported or reloaded since the last call.
+    """Record the file times of modules that were imported or reloaded since the last call.
 
     This runs before and after each cell.
 
-    ``%autoreload`` may change a module's functions in place; then it leaves the spec alone.
+    ``%autoreload`` may change a module's functions in place, and does not change the spec then.
     """
     reloaded = _reloaded_by_itself()
     for name, module in list(sys.modules.items()):
@@ -220,11 +229,11 @@ def note_files(_result: object = None) -> None:
 
 AUTORELOAD = "IPython.extensions.autoreload"
 _times_of_autoreload: dict[str, float] = {}
-"""By name, the file's time that ``%autoreload`` had seen last, as of the last record."""
+"""By module name: the file time that ``%autoreload`` had seen by the last record."""
 
 
 def _reloaded_by_itself() -> set[str]:
-    """Return the modules that ``%autoreload`` has reloaded since the last record, if it could."""
+    """Return the modules that ``%autoreload`` has successfully reloaded since the last record."""
     reloader = _autoreload()
     if reloader is None:
         return set()
@@ -238,7 +247,7 @@ def _reloaded_by_itself() -> set[str]:
 
 
 def _autoreload() -> Any:
-    """Return the object with which ``%autoreload`` reloads, if that extension is loaded."""
+    """Return the object that reloads modules for ``%autoreload``, if that extension is loaded."""
     if AUTORELOAD not in sys.modules:
         return None
     shell = sys.modules["IPython"].get_ipython()
@@ -247,7 +256,7 @@ def _autoreload() -> Any:
 
 
 def is_edited(name: str) -> bool:
-    """Tell whether the file of a recorded module has changed since."""
+    """Return whether the file of a recorded module has changed since it was recorded."""
     spec, changed_at = _noted.get(name, (None, 0))
     return spec is not None and _changed_at(getattr(spec, "origin", None)) != changed_at
 
@@ -255,12 +264,12 @@ def is_edited(name: str) -> bool:
 def _changed_at(file: str | None) -> int:
     try:
         return Path(file).stat().st_mtime_ns if file else 0
-    except OSError:  # "built-in", or removed
+    except OSError:  # "built-in", or a removed file
         return 0
 
 
 def absolute_import_path(text: str) -> str:
-    """Return a PYTHONPATH of absolute folders; an empty entry is the working directory."""
+    """Return a PYTHONPATH with absolute folders; an empty entry is the working directory."""
     folders = text.split(os.pathsep)
     if all(map(os.path.isabs, folders)):
         return text
@@ -278,7 +287,7 @@ _FOLDERS = (
 
 
 def keep_paths() -> None:
-    """Make variables that name relative paths absolute, for another working directory."""
+    """Make paths in environment variables absolute, as the working directory will change."""
     if text := os.environ.get("PYTHONPATH"):
         os.environ["PYTHONPATH"] = absolute_import_path(text)
     for name in _FOLDERS:

@@ -1,6 +1,6 @@
 """Linux system calls that Python's library lacks, by ctypes: plumbing only, no policy.
 
-A refusal is an ``OSError`` whose text says which call, on what, and what usually causes that
+If a call is refused, the ``OSError`` contains the call, its subject and the usual cause of that
 refusal. Sources: man pages unshare(2), mount(2), mount_setattr(2), user_namespaces(7),
 capabilities(7), prctl(2), timer_create(2), mallopt(3). The numbers below are from the kernel's uapi
 headers; calls newer than 2019 have the same number on every architecture.
@@ -60,7 +60,7 @@ _ADVICE = {
 
 
 def check(result: int, call: str, subject: str) -> int:
-    """Return a call's result; raise an OSError if it is a refusal."""
+    """Return the result of a call; raise an OSError if the call was refused."""
     if result >= 0:
         return result
     code = ctypes.get_errno()
@@ -78,7 +78,7 @@ def unshare(flags: int) -> None:
 
 
 def map_own_ids(uid: int, gid: int) -> None:
-    """Map this user's own ids, and no others, into the new user namespace that it is in."""
+    """Map this user's own ids, and no others, into the new user namespace of this process."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
@@ -88,15 +88,15 @@ def map_own_ids(uid: int, gid: int) -> None:
 
 
 _user_namespace: int | None = None
-"""A descriptor of the one for all processes that are forked from this one."""
+"""A descriptor of the user namespace for all processes that are forked from this one."""
 
 
 def share_user_namespace() -> None:
     """Make one user namespace for all children that will mount (:func:`own_mounts`), if needed.
 
-    Processes in different user namespaces may not look into each other, by pidfd_getfd(2),
-    process_vm_readv(2) or /proc/PID (ptrace(2)). Where this one cannot be made or entered, each
-    child makes its own, and says why if it cannot.
+    Processes in different user namespaces may not inspect each other by pidfd_getfd(2),
+    process_vm_readv(2) or /proc/PID (ptrace(2)). If the namespace cannot be made here, or cannot be
+    entered, each child makes its own namespace, and reports the reason if it cannot.
     """
     global _user_namespace
     if has_capability(CAP_SYS_ADMIN):
@@ -107,7 +107,8 @@ def share_user_namespace() -> None:
         with contextlib.suppress(OSError):
             unshare(CLONE_NEWUSER)
             map_own_ids(uid, gid)
-            os.kill(os.getpid(), signal.SIGSTOP)  # until it is opened, and lasts
+            # until the parent has opened the namespace, so that it lasts
+            os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
         _user_namespace = os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -116,7 +117,7 @@ def share_user_namespace() -> None:
 
 
 def _enter_user_namespace() -> None:
-    """Enter the user namespace that was made for this process, else a new one."""
+    """Enter the user namespace that was made for this process, or else a new one."""
     uid, gid = os.geteuid(), os.getegid()
     if _user_namespace is None or libc.setns(_user_namespace, CLONE_NEWUSER) < 0:
         unshare(CLONE_NEWUSER)
@@ -124,7 +125,7 @@ def _enter_user_namespace() -> None:
 
 
 def mount(source: str | None, target: str, flags: int) -> None:
-    """Bind, remount or change propagation: the call without a filesystem type."""
+    """Bind or remount a mount, or change its propagation, without a file system type."""
     source_bytes = None if source is None else os.fsencode(source)
     check(
         libc.mount(source_bytes, os.fsencode(target), None, ctypes.c_ulong(flags), None),
@@ -140,15 +141,15 @@ class _MountAttr(ctypes.Structure):
 
 
 def mount_readonly(target: str) -> None:
-    """Make the mount at ``target`` and all mounts beneath it read-only at once (Linux >= 5.12)."""
+    """Make the mount at ``target`` and all mounts below it read-only at once (Linux >= 5.12)."""
     _set_mount_attribute(target, _MOUNT_ATTR_RDONLY, _AT_RECURSIVE)
 
 
 def close_device(path: str) -> None:
-    """Make the device at a path unusable in this mount namespace: opening it is EACCES.
+    """Make the device at a path unusable in this mount namespace: opening it fails with EACCES.
 
-    The node is mounted on itself with the option nodev. A process that may not mount cannot undo
-    that.
+    The device node is bind-mounted on itself with the option nodev. A process that may not mount
+    cannot undo that.
     """
     mount(path, path, MS_BIND)
     try:
@@ -176,7 +177,7 @@ class Mount(NamedTuple):
 def mounts() -> list[Mount]:
     """Return the mounts that this process sees, in the kernel's order.
 
-    It reads fields 5, which has octal escapes, and 6 of proc_pid_mountinfo(5).
+    This reads fields 5 (which has octal escapes) and 6 of proc_pid_mountinfo(5).
     """
     lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
     return [
@@ -194,7 +195,8 @@ def mounts() -> list[Mount]:
 def still_seen(places: Iterable[str]) -> Iterator[None]:
     """Mount these directories again after the body has mounted something over them."""
     with contextlib.ExitStack() as stack:
-        # Opened before, these descriptors lead to what the body hides.
+        # These descriptors are opened before the body, so they lead to the directories that it
+        # hides.
         before = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in places}
         for descriptor in before.values():
             stack.callback(os.close, descriptor)
@@ -214,7 +216,7 @@ _REMOUNT_FLAGS = {
 
 
 def remount_readonly(entry: Mount) -> None:
-    """Make one mount read-only and keep its other flags: what kernels before 5.12 can do."""
+    """Make one mount read-only and keep its other flags, as kernels before 5.12 can do."""
     kept = sum(flag for name, flag in _REMOUNT_FLAGS.items() if name in entry.options)
     mount(None, entry.point, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
@@ -223,25 +225,25 @@ def remount_readonly(entry: Mount) -> None:
 
 
 def remove_tree(folder: str | os.PathLike[str]) -> None:
-    """Remove a folder of taas and all that is in it, as far as that is possible.
+    """Remove a folder of taas and everything in it, as far as that is possible.
 
-    Tidying up must not raise. Before Python 3.13 ``rmtree`` calls itself for each level, and a cell
-    may have made thousands of them.
+    Tidying up must not raise. Before Python 3.13, ``rmtree`` is recursive in the depth of the tree,
+    and a cell may have made thousands of levels.
     """
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_being_written(fd: int) -> bool | None:
-    """Tell whether anybody has a file open for writing, or mapped; None if the system cannot tell.
+    """Return whether a process has a file open for writing, or mapped so; None if this is unknown.
 
     The system grants a read lease (fcntl(2)) on a file only while no process has it open for
-    writing. The lease is given back at once; a process that opens the file in between does not
-    notice it, and does not wait.
+    writing. The lease is released at once; a process that opens the file in between neither notices
+    it nor waits.
     """
     try:
-        # A broken lease is told by SIGIO, which would end this process. This signal is ignored by
-        # default.
+        # The signal for a broken lease is SIGIO by default, which would end this process. SIGURG is
+        # ignored by default.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
@@ -256,7 +258,7 @@ def is_being_written(fd: int) -> bool | None:
 class Process(NamedTuple):
     """A process, from its line in /proc/PID/stat (proc_pid_stat(5)).
 
-    ``born`` tells it from a later process with the same id.
+    ``born`` distinguishes it from a later process with the same id.
     """
 
     state: str
@@ -267,7 +269,7 @@ def process(pid: int) -> Process | None:
     """Return the process with this id, or None.
 
     Raises:
-        OSError: there is no descriptor left to read it with.
+        OSError: no file descriptor is left to read its status.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -280,7 +282,7 @@ def set_priority(pid: int, niceness: int) -> None:
     """Set the priority of each thread of a process: on Linux each has its own (nice(2)).
 
     Raises:
-        PermissionError: this user may not raise it.
+        PermissionError: this user may not raise the priority.
     """
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(ProcessLookupError):  # the thread has ended
@@ -299,20 +301,20 @@ class _CapData(ctypes.Structure):
 
 
 def has_capability(number: int) -> bool:
-    """Tell whether the capability is in this process's effective set."""
+    """Return whether the capability is in this process's effective set."""
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
     check(libc.capget(ctypes.byref(header), data), "capget", "self")
     return bool(data[number // 32].effective >> (number % 32) & 1)
 
 
 def drop_capabilities(numbers: Iterable[int] | None) -> None:
-    """Give up some capabilities, or all, for good: in this process and in what it executes."""
+    """Give up some capabilities, or all, for good, in this process and programs it executes."""
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
     check(libc.capget(ctypes.byref(header), data), "capget", "self")
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for number in range(64) if numbers is None else numbers:
-        # Without CAP_SETPCAP a process cannot shrink its bounding set, and then its permitted set
-        # counts. This kernel may also lack the capability.
+        # A process without CAP_SETPCAP cannot shrink its bounding set; then only its permitted set
+        # matters. The capability may also be unknown to this kernel.
         with contextlib.suppress(OSError):
             prctl(_PR_CAPBSET_DROP, number)
         mask = 0xFFFFFFFF ^ (1 << number % 32)
@@ -324,7 +326,7 @@ def drop_capabilities(numbers: Iterable[int] | None) -> None:
 
 
 def prctl(option: int, argument: int = 0) -> int:
-    """Change an attribute of this process that takes one integer."""
+    """Change an attribute of this process that takes one integer argument."""
     result = libc.prctl(option, *map(ctypes.c_ulong, (argument, 0, 0, 0)))
     return check(result, "prctl", f"{option}, {argument}")
 
@@ -333,7 +335,7 @@ def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
     """Make malloc keep this many freed bytes at the top of a heap.
 
     Fresh pages cost more than the work that is done in them. Blocks of at least ``map_from`` bytes
-    (32 MiB at most) are mapped and given back one by one; None: no block is.
+    (32 MiB at most) are mapped and released individually; None: no block is.
     """
     libc.mallopt(_M_TRIM_THRESHOLD, kept)
     if map_from is None:
@@ -343,12 +345,12 @@ def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
 
 
 def set_no_new_privs() -> None:
-    """Give up set-user-ID programs such as sudo, as Landlock demands of an ordinary user."""
+    """Give up set-user-ID programs such as sudo, as Landlock requires of an ordinary user."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def parent_death_signal() -> int:
-    """Return the signal that this process gets when its parent thread ends; 0: none."""
+    """Return the signal that this process gets when its parent thread ends; 0 if none."""
     number = ctypes.c_int()
     check(libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0), "prctl", "PR_GET_PDEATHSIG")
     return number.value
@@ -371,9 +373,10 @@ _kill_timer: ctypes.c_void_p | None = None
 
 
 def kill_in(seconds: float) -> None:
-    """Have the system SIGKILL this process in some seconds, even a stopped one (timer_create(2)).
+    """Let the system send SIGKILL to this process after ``seconds``, even if it is stopped.
 
-    Another call puts that off. A process that is forked from this one has no such timer.
+    This uses timer_create(2). Another call postpones the signal. A child that is forked from this
+    process does not have the timer.
     """
     global _kill_timer
     if _kill_timer is None:
@@ -393,11 +396,11 @@ _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def begin_afresh() -> None:
-    """Undo what this process has inherited and cannot work with.
+    """Undo inherited state with which this process cannot work.
 
-    That is blocked and ignored signals, and a working directory that may be removed. If SIGCHLD
-    were blocked, for one, a forkserver would never hear that a child has ended. SIGHUP stays
-    ignored where ``nohup`` has ignored it.
+    This concerns blocked and ignored signals, and a working directory that may be removed. For
+    example, if SIGCHLD were blocked, a forkserver would never notice that a child has ended. SIGHUP
+    stays ignored, if ``nohup`` has ignored it.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in signal.valid_signals() - {signal.SIGHUP, *_PYTHONS_OWN}:
@@ -407,7 +410,7 @@ def begin_afresh() -> None:
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Ask for a signal when the parent thread ends."""
+    """Request a signal for the time when the parent thread ends."""
     prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -417,11 +420,11 @@ def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
 
     In the body the process may mount; afterwards it may not. It must have a single thread. Root may
     mount, and loses the capabilities ``give_up`` at the end. An ordinary user gets all capabilities
-    by a user namespace, and loses them all at the end, also when the body fails.
+    through a user namespace, and loses them all at the end, even if the body fails.
 
     Raises:
-        OSError: refused here; the text says by what. The process may then be in a namespace of its
-            own.
+        OSError: the system refuses this, and the text says by what means. The process may be in a
+            separate namespace then.
     """
     signal = parent_death_signal()
     as_root = has_capability(CAP_SYS_ADMIN)

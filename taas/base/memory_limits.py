@@ -1,9 +1,10 @@
-"""Memory in total and left, of this machine and of the control groups around this process.
+"""Total and available memory of this machine, and of the control groups of this process.
 
 The limit of a container is that of a control group (cgroups(7)), and the machine around it may have
-far more. A group's usage includes its page cache: after a data set of 4 GB was read in a pod of
-4 GB, nothing would be left. The system frees clean pages of files as soon as memory is needed, so
-they count as free here. Pages of shared memory stay until their last user closes them.
+far more memory. A group's usage includes its page cache: after a data set of 4 GB was read in a pod
+of 4 GB, no memory would seem to be left. The system frees clean pages of files as soon as memory is
+needed, so they count as free here. Pages of shared memory stay until the last process that uses
+them closes them.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class MemoryLeft(NamedTuple):
 
     @property
     def is_scarce(self) -> bool:
-        """Whether so little is left that no process should take memory in advance."""
+        """Whether so little is left that no process should allocate memory in advance."""
         return self.free < _SCARCE_SHARE * self.total
 
 
 class _Version(NamedTuple):
-    """The names that one version of control groups has for the same figures."""
+    """The file and line names for the same figures in one version of control groups."""
 
     limit: str
     used: str
-    reclaimable: tuple[str, ...]  # lines of memory.stat, of a group with those below it
+    reclaimable: tuple[str, ...]  # lines of memory.stat, for a group including its subgroups
 
 
 _FIRST = _Version(
@@ -52,14 +53,14 @@ _SECOND = _Version(
 
 
 def memory_left() -> MemoryLeft:
-    """Return the memory of this machine, or of a control group around this process.
+    """Return the memory of this machine or of one of the control groups of this process.
 
-    It is that of which the least is left.
+    The one with the least free memory is chosen.
     """
     machine = psutil.virtual_memory()
     found = [MemoryLeft(machine.available, machine.total)]
     for version, folder in _groups():
-        # the root of version 2 has no such file, and a group without a limit says "max"
+        # the root of version 2 has no such file, and a group without a limit has the value "max"
         with suppress(OSError, ValueError):
             found.append(_left_in(version, folder))
     tightest = min(found, key=lambda memory: memory.free)
@@ -77,7 +78,7 @@ def _left_in(version: _Version, folder: Path) -> MemoryLeft:
 
 
 def _groups() -> Iterator[tuple[_Version, Path]]:
-    """Yield the folders of the control groups of this process, and of those around them.
+    """Yield the folders of the control groups of this process, and of their parent groups.
 
     A container often sees its own group as the root of the hierarchy, while the path in
     /proc/self/cgroup begins further up. Such a path does not exist; the root is read in any case.
@@ -96,5 +97,5 @@ def _groups() -> Iterator[tuple[_Version, Path]]:
             continue
         own = PurePosixPath(path.lstrip("/"))
         for group in (own, *own.parents):
-            if ".." not in group.parts:  # of a group outside this namespace
+            if ".." not in group.parts:  # the path of a group outside this namespace
                 yield version, root / group

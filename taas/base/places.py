@@ -1,6 +1,6 @@
 """Private folders of taas on this machine, and marks of the processes that own files there.
 
-The system gives a process id to other processes later, so a mark has the id and the time of birth.
+Since the system reuses process ids, a mark consists of the id and the time of birth.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from taas.base.wording import shown_path, size_in_words
 from taas.errors import EngineError
 
 _ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
-_FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # the most, with their folders
+_FILES_OF_RUN, _FILES_OF_RANK = 16, 8  # maximum numbers of files and folders
 # after this time, files of a process on another machine count as abandoned
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
 
 def runtime_folder(name: str) -> Path:
-    """Return a private folder of connections, run records or locks; make it if missing."""
+    """Return a private folder for connections, run records or locks; make it if it is missing."""
     folder = Path(jupyter_runtime_dir()) / "taas" / name
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -37,9 +37,9 @@ def runtime_folder(name: str) -> Path:
 
 
 def write_private(path: Path, data: bytes | mmap.mmap) -> None:
-    """Put a file in place in one step, for this user alone.
+    """Replace a file atomically by one that only this user can read.
 
-    On an OSError, which names the file, the old one stays.
+    If there is an OSError, which names the file, the old file stays.
     """
     partial = path.with_suffix(".new")
     try:
@@ -52,12 +52,12 @@ def write_private(path: Path, data: bytes | mmap.mmap) -> None:
 
 
 def check_room(ranks: int, *, local: bool) -> None:
-    """Check that there is room for a run's folder, and for the semaphores of ranks on this machine.
+    """Check that there is space for a run's folder, and for semaphores of ranks on this machine.
 
     ``ranks`` is the number of ranks to come; each has its own files in the run's folder.
 
     Raises:
-        EngineError: it names the folder, what that lacks, and what to do.
+        EngineError: the message names the folder, what it lacks, and what to do.
     """
     root = Path(jupyter_runtime_dir()) / "taas"
     try:
@@ -101,7 +101,7 @@ def _lack(folder: Path, files: int = 1) -> str:
         return "is read-only"
     if free < _ROOM:
         return f"is full ({size_in_words(free)} left)"
-    # some file systems make inodes when they need them, and report 0 of 0
+    # some file systems make inodes when they are needed, and report 0 of 0
     if disk.f_files and disk.f_ffree < files:
         return f"is full (room for {disk.f_ffree} more files, and the run makes {files})"
     return ""
@@ -111,9 +111,9 @@ class ProcessMark(msgspec.Struct, frozen=True):
     """A process that cannot be confused with another one, even if the clock is set meanwhile.
 
     Attributes:
-        born: in ticks since the system was booted.
-        boot: which boot of which machine or container that was.
-        host: the machine's name; several may share a home directory.
+        born: the start time, in ticks since the system was booted.
+        boot: the identity of this boot of the machine, and of the container.
+        host: the machine's name; several machines may share a home directory.
     """
 
     pid: int
@@ -131,7 +131,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Return whether it lives on this machine."""
+        """Return whether the process is alive on this machine."""
         with contextlib.suppress(OSError):
             found = None if self.elsewhere else process(self.pid)
             alive = found is not None and found.born == self.born and found.state not in "ZX"
@@ -144,14 +144,14 @@ class ProcessMark(msgspec.Struct, frozen=True):
         return self.host not in ("", socket.gethostname())
 
     def has_left(self, file: Path) -> bool:
-        """Return whether it is gone for good, and no longer uses a file that it wrote."""
+        """Return whether the process is gone for good, and no longer uses a file that it wrote."""
         if self.elsewhere:
             return time.time() - file.stat().st_mtime > _FORGOTTEN_SECONDS
         return not self.lives
 
 
 def _boot() -> str:
-    """Return a name of this boot of the system and of this container.
+    """Return an identifier of this boot of the system and of this container.
 
     A container has its own process ids.
     """

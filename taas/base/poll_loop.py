@@ -1,11 +1,11 @@
 """The loop of a process's main thread: sockets and descriptors, each with an action for its input.
 
-A thread beside the loop does work that may take long: files of any size, processes that end. So an
-interrupt of one run never waits for another run's work. Children of the process report in lines of
-JSON.
+A second thread does work that may take long, such as handling files of any size and processes that
+are ending. So an interrupt of one run never has to wait for another run's work. Children of the
+process report in lines of JSON.
 
 A process to which peers connect may have as many descriptors as the system allows. The processes
-that it starts get the original limit: a rank has the limit that it would have under torchrun.
+that it starts get the original limit, so that a rank has the same limit as under torchrun.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class PollLoop:
         return source in self._actions
 
     def on(self, source: Any, action: Callable[[], object]) -> None:
-        """Run an action whenever a source, a zmq socket or a descriptor, is readable."""
+        """Run an action whenever a source (a zmq socket or a descriptor) is readable."""
         self._actions[source] = action
         self._poller.register(source, zmq.POLLIN)
 
     def off(self, source: Any) -> None:
-        """Stop watching a source. Twice is harmless."""
+        """Stop watching a source; may be called twice."""
         if self._actions.pop(source, None) is not None:
             self._poller.unregister(source)
 
@@ -59,13 +59,13 @@ class PollLoop:
 
     def _act_soon(self) -> None:
         asked = os.eventfd_read(self._bell)
-        if asked > _AT_ONCE:  # the other sources come first
+        if asked > _AT_ONCE:  # let the other sources be served first
             os.eventfd_write(self._bell, asked - _AT_ONCE)
         for _ in range(min(asked, _AT_ONCE)):
             self._soon.popleft()()
 
     def step(self, wait: float | None) -> None:
-        """Wait for sources, at most ``wait`` seconds (None: without limit); run their actions."""
+        """Wait at most ``wait`` seconds for sources (None: without limit); run their actions."""
         for source, _ in self._poller.poll(None if wait is None else int(wait * 1000) + 1):
             action = self._actions.get(source)
             if action is not None:  # an earlier action of this round may have removed it
@@ -76,17 +76,17 @@ _found: tuple[int, int] | None = None
 
 
 def raise_limit() -> None:
-    """Raise this process's soft limit of descriptors to the hard one."""
+    """Raise this process's soft limit of descriptors to the hard limit."""
     global _found
     _found = resource.getrlimit(resource.RLIMIT_NOFILE)
     _set((_found[1], _found[1]))
 
 
 def give_limit(pid: int) -> None:
-    """Give a child, and all that it will start, this process's original limit of descriptors.
+    """Give a child, and all processes that it will start, the original limit of descriptors.
 
-    It would not do to lower the limit here while the child is started, because other threads open
-    descriptors meanwhile.
+    It would be wrong to lower this process's limit while the child is started, because other
+    threads open descriptors meanwhile.
     """
     if _found is not None:
         with contextlib.suppress(ProcessLookupError):  # the child's end is noticed elsewhere
@@ -94,23 +94,24 @@ def give_limit(pid: int) -> None:
 
 
 def _set(limits: tuple[int, int]) -> None:
-    # some systems refuse "unlimited"; then the limit stays as it is
+    # some systems reject "unlimited"; the limit stays unchanged then
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 class WorkThread:
-    """A thread that does one piece of work after the other; its methods are for the loop's thread.
+    """A thread that does one piece of work after the other; call its methods in the loop's thread.
 
-    ``soon`` is :meth:`PollLoop.soon`; ``pending`` counts work that is not done, or whose result was
-    not taken yet. Raises a RuntimeError if the system allows no more threads. Python waits at its
-    end for all such work, also where a file system is stuck: who has one ends by ``os._exit``.
+    ``soon`` is :meth:`PollLoop.soon`; ``pending`` counts pieces of work that are not done, or whose
+    result was not handed over yet. The constructor raises a RuntimeError if the system allows no
+    more threads. At its exit, Python waits for all such work, even if a file system is stuck;
+    therefore a process with a work thread exits by ``os._exit``.
     """
 
     def __init__(self, soon: Callable[[Callable[[], object]], None]) -> None:
         self._soon = soon
         self._thread = ThreadPoolExecutor(1, "taas-worker")
-        self._thread.submit(int)  # starts it now, rather than in the middle of a run
+        self._thread.submit(int)  # starts the thread now, rather than in the middle of a run
         self.pending = 0
 
     def do(
@@ -118,7 +119,7 @@ class WorkThread:
     ) -> None:
         """Do some work after all earlier work.
 
-        Then the loop calls ``then`` with a Future that has the result or the error.
+        Afterwards the loop calls ``then`` with a Future that has the result or the error.
         """
         self.pending += 1
         done = self._thread.submit(work)
@@ -138,10 +139,10 @@ class WorkThread:
 
 
 class Child:
-    """A child process that gets lines of JSON, and may report in such lines.
+    """A child process that reads lines of JSON, and may report in such lines.
 
-    It runs Python with these arguments, and ends when its standard input does. ``reports`` is the
-    union of its reports.
+    It runs Python with ``arguments``, and ends when its standard input is closed. ``reports`` is
+    the union type of its reports.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Child:
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=stdout, **options
         )
         self._decode = msgspec.json.Decoder(reports).decode
-        self._unread = b""  # the beginning of a line whose end has not come
+        self._unread = b""  # the beginning of an incomplete line
 
     def fileno(self) -> int:
         """Return the descriptor from which its reports are read."""
@@ -164,16 +165,16 @@ class Child:
         return self.process.stdout.fileno()
 
     def send(self, line: msgspec.Struct) -> None:
-        """Send it a line; a child that has ended reads nothing."""
+        """Send the child a line; a child that has ended reads nothing."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is noticed elsewhere
+        with contextlib.suppress(BrokenPipeError):  # the child's end is noticed elsewhere
             self.process.stdin.write(msgspec.json.encode(line) + b"\n")
             self.process.stdin.flush()
 
     def read(self) -> list[Any] | None:
-        """Return all waiting reports; None when it has ended.
+        """Return all waiting reports; None if the child has ended.
 
-        If there are none, wait for one.
+        If there are no reports, wait for one.
         """
         data = os.read(self.fileno(), _READ_AT_ONCE)
         return self._reports(data) if data else None
@@ -183,13 +184,13 @@ class Child:
         return [self._decode(line) for line in lines]
 
     def hang_up(self) -> None:
-        """Close its standard input, so that it ends."""
+        """Close the child's standard input, so that it ends."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def close(self, patience: float = 5.0) -> list[Any]:
-        """End it, by SIGKILL after ``patience`` seconds; return its last complete reports."""
+        """End the child, by SIGKILL after ``patience`` seconds; return its last full reports."""
         assert self.process.stdout is not None
         self.hang_up()
         try:

@@ -1,12 +1,12 @@
 """The log files of taas's processes: one for each supervisor and each agent.
 
-The files lie in ``<jupyter runtime dir>/taas/logs``. ``%taas doctor --report RUN`` puts those of a
-run into a report that a user attaches to a bug report. So a line holds names of messages, states of
-runs, process ids, signals and exit statuses, and never values of the notebook, the text of a cell,
-or variables of the environment.
+The files are in ``<jupyter runtime dir>/taas/logs``. ``%taas doctor --report RUN`` copies those of
+a run into a report that a user attaches to a bug report. Therefore a line may contain message
+names, states of runs, process ids, signals and exit statuses, but never values of the notebook, the
+text of a cell or environment variables.
 
-Ranks and the kernel have no log file: their loggers belong to the user. What a rank says and how it
-ends is in the log of its agent.
+Ranks and the kernel have no log file: their loggers belong to the user. The messages of a rank and
+its end are in the log of its agent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from taas.base.places import runtime_folder
 
-_LARGEST = 1 << 19  # bytes of a file; the previous one is kept beside it
+_LARGEST = 1 << 19  # bytes of a file; the previous file is kept, too
 _MOST_FILES = 100
 BROKE_DOWN = "the supervisor broke down"
 _FREQUENT = frozenset({"Alive", "Chunk", "Taken", "RanksUse", "RanksSeen", "LookAtRanks"})
@@ -43,8 +43,8 @@ def log_files(supervisor: int) -> list[Path]:
 
 
 def begin(supervisor: int, agent: str = "") -> None:
-    """Let the loggers of this process write to its file, or nowhere if there is no room."""
-    logging.raiseExceptions = False  # a full disk must not cost a run
+    """Let the loggers of this process write to its file, or nowhere if the disk is full."""
+    logging.raiseExceptions = False  # a full disk must not end a run
     logger = logging.getLogger("taas")
     logger.propagate = False
     logger.setLevel(logging.INFO)
@@ -75,19 +75,19 @@ def how_it_broke(supervisor: int) -> str:
 
 
 def remove_old_files() -> None:
-    """Keep the newest files."""
-    with contextlib.suppress(OSError):  # another supervisor removes the same ones
+    """Remove log files except the newest ones."""
+    with contextlib.suppress(OSError):  # another supervisor may be removing the same files
         files = sorted(runtime_folder("logs").iterdir(), key=lambda path: path.stat().st_mtime)
         for path in files[:-_MOST_FILES]:
             path.unlink(missing_ok=True)
 
 
 def log_message(logger: logging.Logger, what: str, message: object) -> None:
-    """Log the kind of a message that was received or is sent, and of the message that it carries.
+    """Log the type of a message that was received or is sent, and of the message inside it.
 
-    ``what`` says which of the two.
+    ``what`` describes the direction and the peer.
     """
-    carried = getattr(message, "said", None) or message  # an OfJob carries another message
+    carried = getattr(message, "said", None) or message  # an OfJob contains another message
     kind = type(carried).__name__
     words = [what, kind]
     job = getattr(message, "job", None)
@@ -95,7 +95,7 @@ def log_message(logger: logging.Logger, what: str, message: object) -> None:
         words.append(f"of job {job}")
     for field in _TOLD:
         value = getattr(carried, field, None)
-        # a reason in words may quote the user's; only single words belong to the protocol
+        # a reason in words may quote user data; only one or two plain words belong to the protocol
         if isinstance(value, int) or (isinstance(value, str) and _WORD.fullmatch(value)):
             words.append(f"{field}={value}")
     logger.log(logging.DEBUG if kind in _FREQUENT else logging.INFO, "%s", " ".join(words))

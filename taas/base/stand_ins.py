@@ -1,8 +1,8 @@
-"""Objects that travel as another object while one cell is captured.
+"""Objects that are replaced by another object while one cell is captured.
 
-A registered loader is such an object where data workers make its elements: ranks get a loader that
-receives them. Who captures the cell says so (:func:`standing_in`); how objects are read asks here,
-and knows nothing of delivery.
+A registered loader is such an object if data workers make its batches: ranks get a loader that
+receives the batches. The code that captures a cell registers these objects (:func:`standing_in`);
+the code that reads objects looks them up here, and does not depend on the delivery package.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 
 class StandIn(NamedTuple):
-    """An object of the notebook, and what travels for it.
+    """An object of the notebook, and its replacement.
 
-    ``reduce`` returns the ``__reduce__`` tuple of the object that stands in. It is called when the
-    object is read, and may import what that needs.
+    ``reduce`` returns the ``__reduce__`` tuple of the replacement. It is called when the object is
+    read, and may import modules that the replacement needs.
     """
 
     object: Any
@@ -24,12 +24,12 @@ class StandIn(NamedTuple):
 
 
 _stand_ins: dict[int, StandIn] = {}
-"""By the id of the object, while it is held here."""
+"""By the id of the object, which is referenced here meanwhile."""
 
 
 @contextlib.contextmanager
 def standing_in(stand_ins: Iterable[StandIn]) -> Iterator[None]:
-    """Let these objects travel as what stands in for them, until the context ends."""
+    """Replace these objects by their stand-ins in captures, until the context ends."""
     _stand_ins.update({id(one.object): one for one in stand_ins})
     try:
         yield
@@ -38,16 +38,16 @@ def standing_in(stand_ins: Iterable[StandIn]) -> Iterator[None]:
 
 
 def objects_with_stand_in() -> list[Any]:
-    """Return the objects of the notebook for which another one travels now."""
+    """Return the objects of the notebook that have a stand-in at present."""
     return [one.object for one in _stand_ins.values()]
 
 
 def may_have_stand_in(cls: type) -> bool:
-    """Return whether an object of exactly this class has a stand-in now."""
+    """Return whether an object of exactly this class has a stand-in at present."""
     return any(type(one.object) is cls for one in _stand_ins.values())
 
 
 def reduced(value: Any) -> tuple[Any, ...]:
-    """Return the ``__reduce__`` tuple of what stands in for an object, else the object's own."""
+    """Return the ``__reduce__`` tuple of an object's stand-in, or else the object's own."""
     stand_in = _stand_ins.get(id(value))
     return stand_in.reduce() if stand_in is not None else value.__reduce_ex__(4)

@@ -1,4 +1,4 @@
-"""Parts of messages: makes foreign text printable, finds the nearest words, names causes."""
+"""Parts of messages: make foreign text printable, find the nearest words, describe causes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 LONGEST = 1 << 18
-"""The most characters of one text: a message on the wire has a limit, and people read no more."""
+"""The maximum length of one text in characters: messages between processes have a size limit, and
+people read no more.
+"""
 _MOST_LINES = 2000
 _COMMANDS = re.compile(r"(\x1b\[[0-9;:]*m)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-"""The characters that a terminal takes for a command: a colour, or any other (ECMA-48: C0 without
-tab and line ends, DEL, C1).
+"""Characters that a terminal interprets as a command: a colour, or any other control sequence
+(ECMA-48: C0 without tab and line ends, DEL, C1).
 """
 
 
@@ -31,19 +33,19 @@ def shown_path(path: str | bytes | os.PathLike[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """Return the text for a terminal: colours stay, other control characters are escaped."""
+    """Return a text for a terminal: colours stay, other control characters are escaped."""
     return _COMMANDS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
 
 
 def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """Return the one of ``allowed`` nearest to ``text``; None if none is nearer than ``cutoff``."""
+    """Return the element of ``allowed`` nearest to ``text``; None if none is near enough."""
     names = list(allowed)
     found = difflib.get_close_matches(text[:60].lower(), names, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def refusal(fact: str, answer: str, allowed: str = "") -> str:
-    """Return a refusal in one line: what is wrong, what to type, and what is allowed."""
+    """Return a rejection in one line: what is wrong, what to type, and what is allowed."""
     return f"{fact}: {answer}{f'; allowed is {allowed}' if allowed else ''}"
 
 
@@ -51,7 +53,7 @@ _COLUMNS, _LEFT = 80, 24
 
 
 def in_columns(rows: Iterable[tuple[str, str]]) -> str:
-    """Lay out what one can type, and what it does, in two columns of an 80-column terminal."""
+    """Lay out commands and their descriptions in two columns of an 80-column terminal."""
     lines = list[str]()
     for left, right in rows:
         typed = textwrap.wrap(left, _COLUMNS, subsequent_indent=" " * 6, break_on_hyphens=False)
@@ -70,7 +72,7 @@ def counted(count: int, thing: str) -> str:
 
 
 def named(word: str, name: str) -> str:
-    """Return a name after a word, such as `` on g2.8-0``; empty without a name.
+    """Return a preposition and a name, such as `` on g2.8-0``; empty without a name.
 
     This machine, if it is the only one, has no name.
     """
@@ -80,7 +82,7 @@ def named(word: str, name: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or else the error's type.
 
-    Texts of CUDA's and Ray's errors have ten more lines.
+    In errors of CUDA and Ray, about ten more lines follow.
     """
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
@@ -97,7 +99,7 @@ def text_of(error: BaseException) -> str:
 def fitting(text: str, longest: int = LONGEST) -> str:
     """Return a text that UTF-8 can encode, with its middle left out if it is too long.
 
-    File names that are not UTF-8 have lone surrogates.
+    File names that are not UTF-8 contain lone surrogates.
     """
     if len(text) > longest:
         half = longest // 2
@@ -106,7 +108,7 @@ def fitting(text: str, longest: int = LONGEST) -> str:
 
 
 def fitting_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a traceback; cut a line, or the whole, if it is too long."""
+    """Return the lines of a traceback; shorten a line, or the whole, if it is too long."""
     if len(lines) > _MOST_LINES:
         half = _MOST_LINES // 2
         lines = [*lines[:half], f"… {len(lines) - 2 * half:,} lines …", *lines[-half:]]
@@ -121,7 +123,7 @@ def killed_by(exitcode: int) -> str:
 
 
 def size_in_words(nbytes: float) -> str:
-    """Return bytes in powers of 1000, as disks are sold: ``512 bytes``, ``3.2 MB``, ``70 GB``."""
+    """Return a size in powers of 1000, as for disks: ``512 bytes``, ``3.2 MB``, ``70 GB``."""
     size = float(nbytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 999.5:
@@ -131,7 +133,7 @@ def size_in_words(nbytes: float) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0–2, 5``: as ``--output`` takes it, but with en dashes."""
+    """Return ``rank 3`` or ``ranks 0–2, 5``: the syntax of ``--output``, but with en dashes."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
