@@ -1,6 +1,6 @@
 """The messages between supervisor and agent.
 
-They are about a VM or, in an :class:`OfJob`, about one of its jobs.
+A message is about a VM or, inside an :class:`OfJob`, about one of the VM's jobs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class AgentUp(Message, frozen=True):
     """An agent is ready to start jobs.
 
     Attributes:
-        host: the address under which other VMs reach its own.
+        host: the address at which other VMs reach the agent's VM.
         node: the node's name for messages; empty for this machine.
-        gpus: the GPUs that an engine gave it, as CUDA_VISIBLE_DEVICES names them. The supervisor
-            itself distributes those of this machine.
+        gpus: the GPUs that an engine assigned to the VM, as named in CUDA_VISIBLE_DEVICES; empty on
+            this machine, whose GPUs the supervisor assigns itself.
     """
 
     host: str
@@ -42,7 +42,7 @@ class AgentUp(Message, frozen=True):
 
 
 class KeptGone(Message, frozen=True):
-    """The kept ranks of this VM have ended, ``how`` in words, while no run used them."""
+    """The kept ranks of this VM have ended while no run used them; ``how`` describes it."""
 
     how: str
 
@@ -60,7 +60,7 @@ class OfJob(Message, Generic[Said], frozen=True):
 
 WITH_FORKSERVER = "killed with its forkserver"
 """How a job ended if its forkserver was killed before, or while, it forked the job's processes. A
-data process may end like this later, too.
+data process may also end in this way later.
 """
 
 
@@ -69,7 +69,7 @@ class JobOver(Message, frozen=True):
 
     Attributes:
         how: for data processes, how they ended, in words. For ranks, why they could not be started
-            or could not continue; empty if each rank was reported.
+            or could not continue; empty if the end of each rank was reported.
         notices: lines for the user.
         kept: the ranks that stay: all ranks of this VM, or none.
     """
@@ -80,27 +80,27 @@ class JobOver(Message, frozen=True):
 
 
 class RanksSeen(Message, frozen=True):
-    """An agent's findings on its ranks, with the number of the request."""
+    """What an agent has seen of its ranks; ``look`` is the number of the request."""
 
     look: int
     ranks: tuple[RankSeen, ...]
 
 
 class RanksUse(Message, frozen=True):
-    """What the ranks of a VM use of it now; sent when that has changed."""
+    """The resources that the ranks of a VM use at present; sent after a change."""
 
     ranks: tuple[RankUse, ...]
 
 
 class JobRequest(Message, frozen=True):
-    """A request for a job, from the supervisor or the agent to the other.
+    """A request about a job, from the supervisor to the agent or vice versa.
 
     Attributes:
-        what: ``project``, by an agent whose VM does not see the notebook's disk: send the project,
-            packed (:mod:`taas.project.sync.archive`). ``file``, by an agent: send a file that did
-            not travel with the project; ``has``: the file is there now. ``forget``, by the
-            supervisor: it has all it needs of a job that is over, so forget the job.
-        path: of the file, in the project.
+        what: ``project``, by an agent whose VM does not share the notebook's disk: send the packed
+            project (:mod:`taas.project.sync.archive`). ``file``, by an agent: send a file that was
+            not sent with the project; ``has``: the file has arrived. ``forget``, by the supervisor:
+            the job is over, and the agent may release what it holds for the job.
+        path: the path of the file in the project.
     """
 
     what: Literal["project", "file", "has", "forget"]
@@ -108,8 +108,8 @@ class JobRequest(Message, frozen=True):
 
 
 OfRanks = StoreAddress | RankStage | Asking | RankEnded | RanksSeen | RanksUse
-"""The supervisor passes these on to the run. A store's address comes from rank 0's agent, which has
-opened the store. The others come from ranks, or from their agent about them.
+"""The supervisor forwards these to the run. A store's address comes from rank 0's agent, which has
+opened the store. The other messages come from ranks, or from an agent about its ranks.
 """
 JobSays = OfRanks | JobOver | JobRequest | Chunk | Taken
 AgentSays = AgentUp | KeptGone | OfJob[JobSays]
@@ -124,16 +124,18 @@ class StartJob(Message, frozen=True):
     All paths are those of the notebook's machine (:mod:`taas.agent.staging`).
 
     Attributes:
-        job: its number in the run. The ranks of the run's VM ``n`` are job ``n``; data processes
-            have higher numbers.
-        name: what the user calls the VM, such as ``VM g2.8-0``.
-        payload: packed names, or loaders; its chunks follow where the VM is another host.
-        output: for ranks, the folder with their output files; for a data process, the file for what
+        job: the number of the job in the run. The ranks of the run's VM ``n`` are job ``n``; data
+            processes have higher numbers.
+        name: the name of the VM for users, such as ``VM g2.8-0``.
+        payload: packed variables, or loaders; the data follow in chunks if the VM is on another
+            host.
+        output: for ranks, the folder for their output files; for a data process, the file for what
             it prints.
-        scratch: folder for the project files that ranks other than 0 write.
-        since_ns: when the run began, by the clock of the project's file system.
-        token_path, token: a file in the project, and its content: an agent that can read it sees
-            the notebook's disk. An empty path: no VM elsewhere sees the disk.
+        scratch: the folder for project files that ranks other than 0 write.
+        since_ns: the start of the run, by the clock of the project's file system.
+        token_path, token: a file in the project, and its content: an agent that can read this
+            content shares the notebook's disk. If the path is empty, no VM on another host shares
+            the disk.
     """
 
     run: str
@@ -153,11 +155,11 @@ class EndJob(Message, frozen=True):
     """End all processes of a job; the reply is :class:`JobOver`.
 
     Attributes:
-        how: for ranks. ``interrupt``: SIGINT, and each cell runs to its end, however long;
-            ``failure``: SIGINT, and remaining ranks are ended soon after; ``now``: remaining ranks
-            are ended. A later request is never more patient than an earlier one. Data processes
-            are always ended now.
-        names: whether rank 0's names are wanted as they are.
+        how: for ranks. ``interrupt``: send SIGINT, and let each cell run to its end, however long
+            it takes; ``failure``: send SIGINT, and end remaining ranks soon afterwards; ``now``:
+            end remaining ranks. A later request is never more patient than an earlier one. Data
+            processes are always ended at once.
+        names: whether rank 0's variables are wanted in their present state.
     """
 
     how: How = "now"
@@ -165,7 +167,7 @@ class EndJob(Message, frozen=True):
 
 
 class LookAtRanks(Message, frozen=True):
-    """Look at all ranks of the run, and at their stacks if asked.
+    """Look at all ranks of the run and, if requested, at their stacks.
 
     The reply is :class:`RanksSeen`.
     """

@@ -1,8 +1,8 @@
-"""Bytes that cross hosts in chunks: memory files, output of processes, archives of files.
+"""Data that are sent between hosts in chunks: memory files, output of processes, archives of files.
 
-On one host nothing is transferred: a memory file is opened in the process that holds it, and files
-are used where they are. Between hosts, each side of a job pushes what the other one needs, and is
-never more than a window ahead of what the other side has written down.
+Within one host nothing is transferred: a memory file is opened through the process that holds it,
+and files are used where they are. Between hosts, each side of a job sends what the other side
+needs. It never sends more than a window beyond the data that the other side has acknowledged.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import Literal
 from taas.protocol.framing import Memory, Message
 
 CHUNK = 1 << 20
-"""The most bytes of a chunk."""
+"""Maximum size of a chunk in bytes."""
 WINDOW = 16 << 20
-"""The most bytes of a job that are under way at once."""
+"""Maximum number of bytes of a job that are in transit at once."""
 
 
 class Chunk(Message, frozen=True):
-    """Some bytes of a file; chunks of one kind come in order.
+    """Part of a file; the chunks of one file come in order.
 
     Attributes:
         of: ``payload``, ``answer``: a memory file. ``project``, ``changes``, ``writes``: an archive
             (:mod:`taas.project.sync.archive`) of the project, of the changes that a VM made to it,
             and of the project files that ranks other than 0 wrote. ``file``: one of the project's
             files. ``output``: a file that a process of the job writes.
-        size: bytes of the whole file, except for output; below 0: the file is not available.
-        rank: the rank of an output; of changes and writes, the VM's first rank.
+        size: size of the whole file in bytes, except for output; negative if the file is not
+            available.
+        rank: for output, the rank that wrote it; for changes and writes, the VM's first rank.
         file: for output, the file's name in the rank's folder; for a ``file``, its path in the
             project.
     """
@@ -45,7 +46,7 @@ class Chunk(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """This many bytes of :class:`Chunk` were written down, so as many more may be sent."""
+    """Acknowledges ``nbytes`` of received :class:`Chunk` data, so that as many may be sent."""
 
     nbytes: int
 
@@ -53,7 +54,7 @@ class Taken(Message, frozen=True):
 def chunks_of(
     of: Literal["payload", "project", "answer", "changes", "writes"], memory: Memory, rank: int = 0
 ) -> Iterator[Chunk]:
-    """Read a memory file of this process, as a source for a :class:`Sender`.
+    """Yield the chunks of a memory file of this process, as a source for a :class:`Sender`.
 
     An empty file is one empty chunk.
     """
@@ -64,10 +65,10 @@ def chunks_of(
 
 
 def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
-    """Read a file of the project, and close its descriptor.
+    """Yield the chunks of a file of the project, and close its descriptor.
 
-    If the descriptor is below 0, or the file changes meanwhile, the last chunk says that the file
-    is not available.
+    If the descriptor is negative, or the file changes meanwhile, the last chunk reports that the
+    file is not available.
     """
     if fd >= 0:
         with open(fd, "rb", buffering=0):
@@ -84,9 +85,10 @@ def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
 
 
 class Sender:
-    """Sends all chunks of one side of a job: one of each source in turn, within the window.
+    """Sends the chunks of one side of a job, from each source in turn, within the window.
 
-    A source is an iterator. If it yields None, it has nothing now; if it ends, it never will again.
+    A source is an iterator. If it yields None, it has no data at present; if it ends, it will have
+    no more.
     """
 
     def __init__(self, send: Callable[[Chunk | Taken], None]) -> None:
@@ -96,31 +98,31 @@ class Sender:
 
     @property
     def done(self) -> bool:
-        """Return whether all was sent."""
+        """Return whether everything was sent."""
         return not self._sources
 
     @property
     def waits(self) -> bool:
-        """Return whether the peer has to take some bytes before more are sent."""
+        """Return whether the peer has to acknowledge some bytes before more are sent."""
         return self._window <= 0
 
     def add(self, source: Iterator[Chunk | None]) -> None:
-        """Send what a source has, from the next step on."""
+        """Send the chunks of a source, from the next step on."""
         self._sources.append(source)
 
     def acknowledge(self, chunk: Chunk) -> None:
-        """Let the peer send as many bytes more as a chunk has."""
+        """Acknowledge a chunk, so that the peer may send as many bytes again."""
         self._send(Taken(len(chunk.data)))
 
     def taken(self, nbytes: int) -> None:
-        """Note that the peer has taken bytes."""
+        """Record that the peer has acknowledged bytes."""
         self._window += nbytes
 
     def step(self) -> None:
         """Send as much as possible now.
 
         Raises:
-            OSError: a source cannot be read. That source is dropped, and the others stay.
+            OSError: a source cannot be read. That source is dropped; the others stay.
         """
         idle = 0
         while idle < len(self._sources) and not self.waits:
@@ -137,12 +139,13 @@ class Sender:
 
 
 class Incoming:
-    """A peer's memory file while it is sent to this process, or into a folder.
+    """A peer's file while it is received, into a memory file or into a file in a folder.
 
     A memory file of this host is opened instead, and is complete at once.
 
     Raises:
-        OSError: it is on this host, and its holder is gone; or there is no descriptor left.
+        OSError: the memory file is on this host, and the process that holds it is gone; or no
+            descriptor is left.
     """
 
     def __init__(self, memory: Memory, folder: Path | None = None) -> None:
@@ -159,10 +162,10 @@ class Incoming:
             )
 
     def take(self, chunk: Chunk) -> None:
-        """Write a chunk down.
+        """Write the data of a chunk.
 
         Raises:
-            OSError: there is no memory for it, or it is not the next one.
+            OSError: there is no space for the data, or the chunk is not the next one.
         """
         rest = self._size - self._got
         if chunk.offset != self._got or not min(1, rest) <= len(chunk.data) <= rest:
@@ -174,16 +177,16 @@ class Incoming:
 
     @property
     def complete(self) -> bool:
-        """Return whether all of it is here."""
+        """Return whether the whole file has been received."""
         return self._got == self._size
 
     @property
     def memory(self) -> Memory:
-        """Return it in the form in which processes of this host open it."""
+        """Return the form in which other processes of this host open the file."""
         return Memory(os.getpid(), self.fd, self._size)
 
     def close(self) -> None:
-        """Close it. Twice is harmless."""
+        """Close the file; may be called twice."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

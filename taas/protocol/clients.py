@@ -17,9 +17,12 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
     """The configuration of a supervisor; its kernel writes it as a line of JSON.
 
     Attributes:
-        life: the supervisor's descriptor of the life pipe, whose end-of-file is the kernel's end.
+        kernel: the kernel's process id.
+        life: the supervisor's descriptor of the life pipe, on which end-of-file means that the
+            kernel has ended.
         client_key: the kernel's public CURVE key in Z85.
-        warm: a VM of this machine will be requested soon; with ``idle``, no run waits for it yet.
+        warm: whether a VM of this machine will be requested soon.
+        idle: with ``warm``: no run waits for that VM yet.
     """
 
     kernel: int
@@ -30,13 +33,13 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
 
 
 class DeliveryOrder(msgspec.Struct, frozen=True):
-    """The registered loaders that data workers run for a run.
+    """The registered loaders of a run whose batches are made by data workers.
 
     Attributes:
-        payload: packed names with the loaders among them, complete as for new ranks.
-        processes: data workers on each data VM.
-        encrypt: whether elements are encrypted, too.
-        buffer: bytes of elements under way and ready, over all ranks.
+        payload: packed variables, including the loaders, complete as for new ranks.
+        processes: the number of data workers on each data VM.
+        encrypt: whether batches are encrypted, too.
+        buffer: bytes of batches that are in transit or ready, over all ranks.
     """
 
     payload: Memory
@@ -50,9 +53,9 @@ class Gpu(msgspec.Struct, frozen=True):
 
     Attributes:
         name: its name in CUDA_VISIBLE_DEVICES, which differs between notebooks: a number, or a UUID
-            or its beginning.
-        device: its address on the PCI bus, which is the same for all notebooks, or its name if the
-            address is not known.
+            or the beginning of one.
+        device: its PCI bus address, which is the same for all notebooks; its name if the address is
+            not known.
     """
 
     name: str
@@ -63,14 +66,15 @@ class Submit(Message, frozen=True):
     """Start a run.
 
     Attributes:
-        payload: the packed names.
-        gpus: GPUs of the notebook's machine that the notebook sees; none: rehearse.
+        payload: the packed variables.
+        gpus: the GPUs of the notebook's machine that the notebook sees; if there are none, the run
+            is rehearsed.
         device: the ranks' devices in words.
-        notebook: its path; empty if the front end does not give it.
-        left_to: the id of the run whose kept ranks have names that the payload lacks; empty if it
-            lacks none.
-        keep_idle: seconds that kept ranks stay after it if no other cell comes.
-        queue: wait for the devices if other runs have them, instead of being refused.
+        notebook: the path of the notebook; empty if the front end does not provide it.
+        left_to: the id of the run whose kept ranks have variables that the payload lacks; empty if
+            it lacks none.
+        keep_idle: seconds after the run for which kept ranks stay if no other cell comes.
+        queue: whether to wait if other runs have the devices, instead of being refused.
     """
 
     cell: Cell
@@ -87,20 +91,20 @@ class Submit(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Prepare an engine for runs, as far as that is possible without one; there is no reply."""
+    """Prepare an engine for runs, as far as possible without a run; there is no reply."""
 
     engine: EngineChoice
 
 
 class RunRequest(Message, frozen=True):
-    """A client's request about a run, or about none.
+    """A client's request, about a run or in general.
 
     Attributes:
-        what: ``interrupt``: stop as a person at the keyboard does; a second one is final.
-            ``stacks``: say where each of its ranks is; the reply is :class:`Stacks`. ``let go``:
-            the client has opened the answer, or no longer wants it, and asks for nothing else; a
-            run that still goes on is stopped. ``release``: give back the VMs that no run uses; the
-            reply is :class:`Released`.
+        what: ``interrupt``: stop the run as a person at the keyboard does; a second request is
+            final. ``stacks``: report where each of the run's ranks is; the reply is
+            :class:`Stacks`. ``let go``: the client has opened the run's variables, or no longer
+            wants them, and will request nothing else; a run under way is stopped. ``release``:
+            release the VMs that no run uses; the reply is :class:`Released`.
         place: where the person is, in words: another notebook, or a terminal; empty at the run's
             own cell.
     """
@@ -116,7 +120,7 @@ ClientSays = Submit | Prepare | RunRequest | Answer
 class Refused(Message, frozen=True):
     """The supervisor refuses a request.
 
-    ``error`` is the name of a class of :mod:`taas.errors`.
+    ``error`` is the name of a class in :mod:`taas.errors`.
     """
 
     error: str
@@ -124,13 +128,13 @@ class Refused(Message, frozen=True):
 
 
 class Stacks(Message, frozen=True):
-    """Where the ranks of a run are in their code."""
+    """The positions of a run's ranks in their code."""
 
     places: tuple[StackGroup, ...]
 
 
 class Released(Message, frozen=True):
-    """The numbers of VMs that were given back, and of kept ranks that ended."""
+    """The numbers of VMs that were released, and of kept ranks that ended."""
 
     count: int
     ranks: int = 0
@@ -139,13 +143,13 @@ class Released(Message, frozen=True):
 class RunState(Message, frozen=True):
     """A run was accepted or, for a client that waits, has ended.
 
-    After it was accepted, everything about it appears in its folder.
+    After a run was accepted, all further information about it appears in its folder.
 
     Attributes:
-        record: its record. At the end it is the last one, and no process writes to the run's folder
-            any more; after a full disk the folder may lack it.
-        answer: rank 0's names; of a run that is not done, as they were.
-        loaders: where the delivery left the registered loaders' generators
+        record: the record of the run. At the end it is the final version, and no process writes to
+            the run's folder any more; if the disk was full, the folder may lack this version.
+        answer: rank 0's variables; for a run that is not done, in their last state.
+        loaders: the final states of the registered loaders' generators
             (``delivery.registered.apply_final``).
     """
 

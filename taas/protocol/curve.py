@@ -1,9 +1,9 @@
-"""Both ends of an encrypted connection: the server proves its key, and checks its clients'.
+"""Both ends of an encrypted connection: the server proves its key, and checks its clients' keys.
 
-CURVE (https://rfc.zeromq.org/spec/26/) with a key pair for each peer; the server's ZAP handler
-(https://rfc.zeromq.org/spec/27/) has no thread of its own: the loop that reads its socket answers
-it. Between hosts, a connection whose peer shows no sign of life is closed. On one host, all
-sockets of a process and its children lie in one private folder.
+The protocol is CURVE (https://rfc.zeromq.org/spec/26/) with a key pair for each peer. The server's
+ZAP handler (https://rfc.zeromq.org/spec/27/) has no thread of its own: the loop that reads its
+socket also answers it. Between hosts, a connection whose peer sends no heartbeat is closed. On one
+host, all sockets of a process and its children are in one private folder.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from taas.protocol.framing import WIRE_LIMIT
 _AT_ONCE = 64
 PREFIX = "taas-"
 LONGEST_BASE = 45
-"""This folder contains those of agents, and these contain multiprocessing's:
+"""The folder contains the folders of agents, and these contain multiprocessing's:
 ``taas-…/agent-12/pymp-…/listener-…``.
 """
-_INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108  a folder of our own is made there
+_INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108 a private folder is made there
 
 Socket = zmq.Socket[Any]
 
 
 def make_short_folder() -> str:
-    """Make the folder of sockets: in TMPDIR, unless that path is too long.
+    """Make the folder for sockets: in TMPDIR, unless that path is too long.
 
-    Slurm's and pytest's are too long: the path of a UNIX socket has at most 107 bytes (unix(7)).
-    This function travels to VMs by value.
+    The TMPDIR of Slurm and of pytest is too long: the path of a UNIX socket has at most 107 bytes
+    (unix(7)). This function is sent to VMs by value.
 
     Raises:
-        OSError: it cannot be made anywhere; the text says where that was tried.
+        OSError: the folder cannot be made anywhere; the message lists the attempts.
     """
     refused = []
     for base in dict.fromkeys((tempfile.gettempdir(), *_INSTEAD)):
         try:
-            base.encode()  # messages have it
+            base.encode()  # messages contain it
         except UnicodeEncodeError:
             refused.append(f"{base!a} is not UTF-8")
             continue
@@ -61,12 +61,12 @@ def make_short_folder() -> str:
 
 
 class Gate:
-    """Decides who may connect to the servers of a context.
+    """Decides which clients may connect to the servers of a context.
 
     Call ``answer`` when ``socket`` is readable.
 
-    Make it before the servers listen. ``allows`` tells whether a client with this public CURVE key,
-    or with this PLAIN password, may connect.
+    Make the gate before the servers listen. ``allows`` returns whether a client with this public
+    CURVE key, or with this PLAIN password, may connect.
     """
 
     def __init__(self, context: Any, allows: Callable[[bytes], bool]) -> None:
@@ -76,7 +76,7 @@ class Gate:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """Decide about clients that want to connect, up to a number of them."""
+        """Decide about clients that want to connect, up to a fixed number of them."""
         for _ in range(_AT_ONCE):
             if not self.socket.poll(0):
                 return
@@ -92,13 +92,13 @@ class Gate:
 
 
 def serve_curve(socket: Any, public: bytes, secret: bytes) -> None:
-    """Let a socket's clients prove who they are; call it before the socket listens."""
+    """Let a socket authenticate its clients; call this before the socket listens."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = public, secret
 
 
 def show_key(socket: Any, server: str | bytes, public: str | bytes, secret: str | bytes) -> None:
-    """Let a socket prove who it is to a server with this key; call it before it connects."""
+    """Let a socket authenticate itself to a server with this key; call it before connecting."""
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
         key.encode() if isinstance(key, str) else key for key in (server, public, secret)
     )
@@ -113,7 +113,7 @@ def make_router(context: Any, public: bytes, secret: bytes) -> Socket:
     serve_curve(router, public, secret)
     router.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.set_hwm(0)  # the senders themselves limit what is under way
+    router.set_hwm(0)  # the senders themselves limit the messages in transit
     return router
 
 
@@ -124,25 +124,25 @@ def make_dealer(
     dealer: Socket = context.socket(zmq.DEALER)
     show_key(dealer, server, public, secret)
     dealer.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
-    dealer.set_hwm(0)  # the senders themselves limit what is under way
+    dealer.set_hwm(0)  # the senders themselves limit the messages in transit
     return dealer
 
 
 def set_heartbeat(socket: Socket) -> None:
-    """Let zmq close this socket's later connections when their peers are silent.
+    """Let zmq close later connections of this socket if their peers are silent.
 
-    zmq's own thread asks and answers (https://rfc.zeromq.org/spec/37/), even while the process is
-    busy.
+    zmq's own thread sends and answers heartbeats (https://rfc.zeromq.org/spec/37/), even while the
+    process is busy.
     """
     socket.set(zmq.HEARTBEAT_IVL, int(deadlines.BEAT * 1000))
     socket.set(zmq.HEARTBEAT_TIMEOUT, int(deadlines.SILENCE * 1000))
 
 
 class SupervisorLink:
-    """Tells when the connection to a supervisor elsewhere is gone, or was never made.
+    """Detects that the connection to a remote supervisor is gone, or was never made.
 
-    Make it before the socket connects. A broken connection is not used again, because messages were
-    lost with it.
+    Make this object before the socket connects. A broken connection is not used again, because
+    messages were lost with it.
     """
 
     def __init__(self, socket: Socket, endpoint: str) -> None:
@@ -163,8 +163,9 @@ class SupervisorLink:
         return None if self._made else max(0.0, self._until - time.monotonic())
 
     def gone(self) -> str:
-        """Read the events; return why the supervisor is gone for good, or an empty text."""
-        from zmq.utils.monitor import recv_monitor_message  # here, because it imports asyncio
+        """Read the events; return why the supervisor is gone for good, or an empty string."""
+        # imported here, because it imports asyncio
+        from zmq.utils.monitor import recv_monitor_message
 
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
@@ -180,6 +181,6 @@ class SupervisorLink:
         return ""
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop monitoring the connection."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

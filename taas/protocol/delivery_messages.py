@@ -1,9 +1,10 @@
 """The messages of a delivery.
 
-Its processes talk MessagePack over zmq to each other, and JSON lines to the supervisor.
+The processes of a delivery communicate in MessagePack over zmq with each other, and in JSON lines
+with the supervisor.
 
 Opaque ``bytes`` fields hold pickles of user objects (an index, an exception): the coordinator
-passes them on unread.
+forwards them without unpickling them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Peer(NamedTuple):
     """A peer on the control channel."""
 
     role: str  # planner, pool (a data VM's worker pool), worker or rank
-    number: int = 0  # of the rank, or of the data VM
-    serial: int = 0  # of a data worker, in the order its pool has forked them
+    number: int = 0  # the number of the rank, or of the data VM
+    serial: int = 0  # for a data worker, its number in the order in which its pool has forked them
 
     @property
     def holder(self) -> str:
-        """Return the name of the key that the peer uses; data workers use their pool's."""
+        """Return the name of the peer's key; data workers use their pool's."""
         return f"{'pool' if self.role == 'worker' else self.role} {self.number}"
 
     @property
@@ -53,7 +54,7 @@ def peer_named(identity: bytes) -> Peer:
 
 
 def holders(ranks: int, pools: int) -> list[str]:
-    """Return the names of all keys in a run with so many ranks and worker pools."""
+    """Return the names of all keys in a run with this many ranks and worker pools."""
     peers = [("rank", number) for number in range(ranks)] + [
         ("pool", number) for number in range(pools)
     ]
@@ -61,25 +62,26 @@ def holders(ranks: int, pools: int) -> list[str]:
 
 
 class Hello(Message, frozen=True):
-    """Announces a peer; its connection's name says which one it is.
+    """Announces a peer, which the name of its connection identifies.
 
-    The coordinator passes the planner's Hello on to the ranks, and a rank's on to the workers.
+    The coordinator forwards the planner's Hello to the ranks, and a rank's to the workers.
 
     The coordinator's own Hello tells the supervisor that peers can be started.
     """
 
     error: str = ""  # why a planner or worker pool cannot load the registered loaders
-    loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of the loaders
+    loaders: tuple[LoaderFacts, ...] = ()  # the planner's facts about the loaders
     shared: bool = False  # a worker has mapped the slabs
     rank: int = -1  # filled in by the coordinator, for workers
-    address: str = ""  # where a rank takes elements, or the coordinator listens
-    key: bytes = b""  # its CURVE key there; empty on one host
+    # the address at which a rank receives batches, or at which the coordinator listens
+    address: str = ""
+    key: bytes = b""  # the CURVE key at this address; empty on one host
 
 
 class Cancel(Message, frozen=True):
-    """No rank will ask for this plan again.
+    """No rank will request anything of this plan again.
 
-    ``undone``: no rank has begun it, so the next iteration starts from the same state.
+    ``undone``: no rank has begun the plan, so the next iteration starts from the same state.
     """
 
     plan: int
@@ -94,9 +96,9 @@ class Note(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """No more elements will come; ranks raise this at their next request.
+    """No more batches will come; ranks raise an error with this reason at their next request.
 
-    The coordinator finds this out itself, or the supervisor tells it.
+    The message is sent by the coordinator or by the supervisor, whichever detects the failure.
     """
 
     reason: str
@@ -106,26 +108,27 @@ class Failed(Message, frozen=True):
 
 
 class LoaderFacts(NamedTuple):
-    """Facts that only the unpickled loader can tell."""
+    """Facts that only the unpickled loader can provide."""
 
-    name: str  # as it was registered
-    length: int | None = None  # elements of one iteration over all ranks; None: it has no length
-    streamed: bool = False  # its dataset is iterable: one worker makes its elements, in their order
-    epoch: int | None = None  # the sampler's at launch; None if it has no set_epoch
-    per_rank: bool = False  # the sampler is distributed: each rank has a stream of its own
+    name: str  # the name under which it was registered
+    length: int | None = None  # batches of one iteration over all ranks; None if it has no length
+    # its dataset is iterable: one worker makes all its batches, in their order
+    streamed: bool = False
+    epoch: int | None = None  # the sampler's epoch at launch; None if it has no set_epoch
+    per_rank: bool = False  # the sampler is distributed: each rank has its own stream of indices
     note: str = ""  # one line for the user
     error: str = ""  # why this loader cannot be delivered
 
 
 class Draw(Message, frozen=True):
-    """Asks for about ``count`` more indices of a plan.
+    """Requests about ``count`` more indices of a plan.
 
     The first request for a plan begins its iteration.
     """
 
     plan: int
     loader: int
-    # of this loader; one that has begun before begins again from the same state of its generators
+    # the iteration of this loader; a repeated one starts again from the same generator states
     iteration: int
     epoch: int | None
     count: int
@@ -146,20 +149,20 @@ class Planned(Message, frozen=True):
 
 
 class FinishPlans(Message, frozen=True):
-    """Asks, after the ranks' end, where the generators stand after these iterations.
+    """Requests the states of the generators after these iterations; sent when the ranks have ended.
 
-    Each is (loader, its last iteration that has begun, its epoch).
+    Each item is (loader, number of the last iteration that has begun, epoch of that iteration).
     """
 
-    begun: Sequence[tuple[int, int, int | None]] = ()  # the supervisor leaves it empty
+    begun: Sequence[tuple[int, int, int | None]] = ()  # empty in the supervisor's message
 
 
 class Final(Message, frozen=True):
     """The final states of the loaders' generators, for ``registered.apply_final``."""
 
-    # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
+    # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty if unknown
     states: bytes
-    # why the state is not known, by loader's name
+    # why the state is not known, by the loader's name
     unknown: dict[str, str] = msgspec.field(default_factory=dict)
 
 
@@ -169,7 +172,7 @@ class Final(Message, frozen=True):
 class WorkerLost(Message, frozen=True):
     """A worker of this pool has ended.
 
-    ``number`` is the element that it was making.
+    ``number`` is the number of the batch that it was making.
     """
 
     serial: int
@@ -178,36 +181,36 @@ class WorkerLost(Message, frozen=True):
 
 
 class Ticket(NamedTuple):
-    """An order to make an element, which other workers may be making as well."""
+    """A job to make a batch, which other workers may be making as well."""
 
-    number: int  # of the element, unique over the run
+    number: int  # the number of the batch, unique in the run
     plan: int
     loader: int
     seq: int
-    rank: int  # the rank that gets it
-    seed: int  # all RNGs are set to it before the element is made
-    # the element: a pickled index of the dataset; of an iterable one, position, iteration and base
-    # seed
+    rank: int  # the rank that gets the batch
+    seed: int  # all RNGs are seeded with it before the batch is made
+    # what to make: a pickled index of the dataset; for an iterable dataset, position, iteration and
+    # base seed
     which: bytes
-    offset: int = 0  # of the slot in the slabs
-    capacity: int = 0  # its bytes; 0 asks for frames on the socket
-    # of an iterable dataset: no element before this one will be asked for again, except to fill up
+    offset: int = 0  # offset of the slot in the slabs
+    capacity: int = 0  # size of the slot in bytes; 0 requests frames on the socket
+    # for an iterable dataset: no batch before this one will be requested again, except to fill up
     # the last row
     floor: int = 0
-    poison: str = ""  # how its makers have died: send an error in its place
+    poison: str = ""  # how the workers that made it died: send an error instead
 
 
 class Result(NamedTuple):
-    """A worker has made and sent an element.
+    """A worker has made and sent a batch.
 
-    ``nbytes`` is the memory that the element takes, ``seconds`` the time that making it took.
+    ``nbytes`` is the memory that the batch takes, ``seconds`` the time that it took to make it.
     """
 
     number: int
     nbytes: int
     seconds: float
     leaked: bool = False  # user code still holds memory of the slot: never lease it again
-    # number of elements of the iterable dataset, which has ended before this one; -1: it exists
+    # number of batches of the iterable dataset, if it has ended before this one; -1: it has not
     end: int = -1
 
 
@@ -225,52 +228,53 @@ class Begin(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """A plan gives the rank ``steps`` elements; then the rank raises ``failure`` or ``refusal``."""
+    """A plan has ``steps`` batches for the rank, which then raises ``failure`` or ``refusal``."""
 
     plan: int
     steps: int
     failure: bytes = b""  # packed exception of the user's sampler
     refusal: str = ""  # why the plan ends early
-    disagree: bool = False  # refused because another rank asked for something else
+    disagree: bool = False  # refused because another rank requested something else
 
 
 class PlanProgress(NamedTuple):
-    """How far a rank is in a plan.
+    """The progress of a rank in a plan.
 
-    It has consumed ``consumed`` steps, and asked for the one after the first ``asked``.
+    The rank has consumed ``consumed`` steps, and has requested the first ``asked`` steps and one
+    more.
     """
 
     plan: int
     consumed: int
     asked: int
-    closed: bool = False  # the rank asks for no more of it
+    closed: bool = False  # the rank will request no more of it
 
 
 class Progress(Message, frozen=True):
-    """A rank reports what it has done with its elements."""
+    """A rank reports its use of its batches."""
 
     plans: list[PlanProgress]
-    released: list[int]  # numbers of yielded elements whose memory is no longer used
-    waited: float  # total seconds spent waiting
+    released: list[int]  # numbers of yielded batches whose memory is no longer used
+    waited: float  # total time spent waiting, in seconds
 
 
 # ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────
 
 
 class ElementArrival(NamedTuple):
-    """Where an element lies in memory.
+    """The location of a batch in memory.
 
-    Several may travel in one message; then one frame has their pickles, in this order.
+    Several batches may be sent in one message; then one frame has their pickles, in this order.
     """
 
-    number: int  # of the element; its rank drops second copies
+    number: int  # the number of the batch; its rank drops second copies
     plan: int
     seq: int
-    offset: int  # of its slot; -1: its memory is the frame that follows
-    capacity: int  # bytes of the slot
-    used: int  # bytes of memory
+    offset: int  # offset of the slot; -1: the batch's memory is the frame that follows
+    capacity: int  # size of the slot in bytes
+    used: int  # bytes of memory used
     failed: bool  # the pickle is a packed exception
-    pickled: int  # bytes of its pickle
+    pickled: int  # size of the pickle in bytes
 
 
 # ── the coordinator and the supervisor ────────────────────────────────────────────────────────────
@@ -281,17 +285,18 @@ class ProgressReport(Message, frozen=True):
 
     delivered: Delivered
     workers: int
-    prebuffered: bool  # every loader's first elements are ready, so that the ranks can start
+    prebuffered: bool  # the first batches of every loader are ready, so that the ranks can start
     over: bool  # every unit was consumed, so the data side is no longer needed
-    places: dict[str, ResumePoint]  # by name, where each loader that has begun would continue
+    # the point from which each loader that has begun would continue, by name
+    places: dict[str, ResumePoint]
 
 
 class HostLost(Message, frozen=True):
-    """A data VM is gone; other VMs make the elements that it had leased.
+    """A data VM is gone; other VMs make the batches that were leased to it.
 
-    The supervisor tells the coordinator, or the coordinator tells the supervisor.
-    On this host the coordinator only notices that a worker pool is silent; the supervisor kills
-    the pool, and reports when it is gone.
+    The supervisor sends this to the coordinator, or the coordinator to the supervisor. On this host
+    the coordinator only notices that a worker pool is silent; the supervisor then kills the pool,
+    and reports when it is gone.
     """
 
     vm: int  # -1 for the planner
@@ -303,7 +308,7 @@ ToPlanner = Draw | Cancel | FinishPlans | Leave
 FromWorker = Hello | list[Result]
 FromPool = Hello | Alive | WorkerLost
 ToWorker = list[Ticket] | Hello | Cancel | Leave
-"""A worker makes its tickets in their order."""
+"""A worker processes its tickets in order."""
 FromRank = Hello | Begin | Progress
 ToRank = Hello | Ended | Cancel | Failed
 Command = FinishPlans | Failed | HostLost

@@ -1,4 +1,4 @@
-"""The parts that all messages share: their base, packing and seals, and memory files.
+"""The parts that all messages share: their base class, packing and seals, and memory files.
 
 A seal is a MAC with a key that only the processes of one run have. It is checked before anything is
 unpickled.
@@ -15,19 +15,19 @@ import msgspec
 
 LOOPBACK = "127.0.0.1"
 WIRE_LIMIT = 64 << 20
-"""Largest message accepted from a peer, in bytes."""
+"""Maximum size of a message from a peer, in bytes."""
 SEAL_BYTES = 16
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 class Alive(Message, frozen=True):
     """The sender is alive.
 
-    A worker pool sends it regularly. So does the supervisor: if it cannot send it, the agent is out
-    of reach.
+    Worker pools and the supervisor send this regularly. If the supervisor cannot send it to an
+    agent, that agent is out of reach.
     """
 
 
@@ -39,9 +39,9 @@ class Memory(msgspec.Struct, frozen=True):
     """A memory file of another process.
 
     Attributes:
-        pid: the process of this host that holds it open; 0: it is on another host, and the peer
-            that named it sends it in chunks (:mod:`taas.protocol.chunks`).
-        fd: the descriptor's number in that process.
+        pid: the process on this host that holds the file open; 0 if the file is on another host,
+            and the peer that announced it sends it in chunks (:mod:`taas.protocol.chunks`).
+        fd: the number of the descriptor in that process.
     """
 
     pid: int
@@ -50,20 +50,20 @@ class Memory(msgspec.Struct, frozen=True):
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether it is on another host."""
+        """Return whether the file is on another host."""
         return self.pid == 0
 
     def from_elsewhere(self) -> Memory:
-        """Return the form of it that a peer on another host gets."""
+        """Return the form in which a peer on another host gets it."""
         return Memory(0, 0, self.nbytes)
 
     @property
     def path(self) -> str:
-        """Return the path by which processes of its host open it."""
+        """Return the path by which processes on the same host open the file."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
     def open(self) -> int:
-        """Open it here; the caller closes the descriptor.
+        """Open the file in this process; the caller closes the descriptor.
 
         Raises:
             OSError: the process is gone, or the file is not the announced one.
@@ -80,11 +80,11 @@ class StoreAddress(msgspec.Struct, frozen=True, tag=True):
     """The address of a run's store.
 
     Attributes:
-        host: the value of MASTER_ADDR. Loopback: all ranks are on one machine, and the store is a
-            folder there.
-        secret: key of the run's seals (:func:`seal`); only its ranks and their agents have it.
-        port: the value of MASTER_PORT: the TCPStore's port; if the store is a folder, a number at
-            which no process listens. 0: the store is not open yet.
+        host: the value of MASTER_ADDR. If it is loopback, all ranks are on one machine, and the
+            store is a folder on it.
+        secret: the key of the run's seals (:func:`seal`); only its ranks and their agents have it.
+        port: the value of MASTER_PORT: the TCPStore's port or, if the store is a folder, a port on
+            which no process listens; 0 if the store is not open yet.
         folder: an absolute path; empty if the store is not a folder.
     """
 
@@ -98,13 +98,13 @@ pack = msgspec.msgpack.Encoder().encode
 
 
 class Unreadable(ValueError):
-    """A message, or a file's content, is not what its reader expects."""
+    """A message, or the content of a file, is not what its reader expects."""
 
 
 class MessageReader:
     """Decodes the messages that one side expects.
 
-    Anything else raises :class:`Unreadable`, however it is broken.
+    Anything else raises :class:`Unreadable`, however it is malformed.
 
     Args:
         kinds: the expected type, or union of types.
@@ -117,9 +117,9 @@ class MessageReader:
     def __call__(self, data: bytes | memoryview) -> Any:
         """Decode one message.
 
-        Three errors become :class:`Unreadable`: for invalid UTF-8, a UnicodeDecodeError, which is a
-        ValueError; msgspec's own errors, which are ValueErrors only in newer versions; and a
-        RecursionError, for a field that is nested too deeply, even an unknown one.
+        Three kinds of errors are converted to :class:`Unreadable`: a UnicodeDecodeError, which is a
+        ValueError, for invalid UTF-8; msgspec's own errors, which are ValueErrors only in newer
+        versions; and a RecursionError, for a field that is nested too deeply, even an unknown one.
         """
         try:
             return self._decode(data)
@@ -130,7 +130,7 @@ class MessageReader:
 def seal(key: bytes, header: bytes, body: Any) -> bytes:
     """Return the MAC over a header and a body.
 
-    The header says which body it is, and whose. The body is bytes, or an object that exports
+    The header identifies the body and its owner. The body is bytes, or an object that exports
     memory.
     """
     digest = blake2b(len(header).to_bytes(8, "little"), key=key, digest_size=SEAL_BYTES)

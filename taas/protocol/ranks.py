@@ -1,10 +1,10 @@
-"""The messages between a rank and its agent, and the socket pair that carries them.
+"""The messages between a rank and its agent, and the socket pair that transfers them.
 
 The socket pair has no name, so that no other process can connect. A message is one packet (unix(7),
-SOCK_SEQPACKET), so that it arrives as a whole. Descriptors travel with it, because a rank behind
-its wall may not open those of other processes in ``/proc``. A long message is a memory file, the
-last one of its descriptors. A rank waits for messages of its agent, and until there is room for its
-own; the agent never waits.
+SOCK_SEQPACKET), so that it arrives as a whole. File descriptors are sent with it, because a rank
+under write protection may not open those of other processes in ``/proc``. A long message is sent as
+a memory file, which is the last of the descriptors. A rank blocks while it waits for messages of
+its agent or for space to send its own; the agent never blocks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from taas.protocol.framing import (
 
 
 class RankStage(Message, frozen=True):
-    """How far a rank is.
+    """The progress of a rank.
 
     Attributes:
         stage: ``begun``: the cell begins to run. ``at work``: the main thread of an interrupted
             rank runs Python code, so the cell handles the interrupt. ``packing``: the rank packs
-            its names, and its :class:`RankEnded` follows. ``wrote``: it has written down the
-            collective in which it waits, and may be asked again.
-        rank: its number, in the message to the supervisor.
+            its variables, and its :class:`RankEnded` follows. ``wrote``: the rank has written down
+            the collective in which it waits, and may be asked again.
+        rank: the number of the rank, in the message to the supervisor.
     """
 
     stage: Literal["begun", "at work", "packing", "wrote"]
@@ -52,17 +52,19 @@ class RankEnded(Message, frozen=True):
     """How a cell ended in one rank.
 
     Attributes:
-        outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``. The
-            agent says ``died`` (by a signal, or without a message), ``orphaned`` (with its
-            forkserver) and ``ended`` (by a signal of the agent). ``stood``: the cell goes on, and
-            these are the rank's names in case no other message comes.
-        at: wall-clock time of its machine in seconds since the epoch.
-        etype: class name of the exception, or the signal's name.
-        message: the exception's text, or what is known of the end.
-        answer: rank 0's names: at the end of the cell, or as they were when it failed or was ended.
+        outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0) or ``interrupted``,
+            reported by the rank; ``died`` (by a signal, or without a message), ``orphaned`` (with
+            its forkserver) or ``ended`` (by a signal of the agent), reported by the agent.
+            ``stood``: the cell is still running, and these are the rank's variables in case no
+            other message comes.
+        at: the wall-clock time of its machine, in seconds since the epoch.
+        etype: the class name of the exception, or the name of the signal.
+        message: the text of the exception, or what is known about the end.
+        answer: rank 0's variables: at the end of the cell, or in their state when it failed or was
+            ended.
         notices: lines for the user.
-        asleep: it was ended while it probably waited for other ranks: its main thread slept in C
-            code, from which no interrupt had woken it, or had just left a collective.
+        asleep: whether it was ended while it was probably waiting for other ranks: its main thread
+            was asleep in C code, and no interrupt had woken it, or it had just left a collective.
     """
 
     rank: int
@@ -79,7 +81,7 @@ class RankEnded(Message, frozen=True):
 class Asking(Message, frozen=True):
     """A rank's question to the person at the keyboard; the rank waits for the :class:`Answer`.
 
-    Its first question has number 1; with 0 it withdraws its question.
+    The first question of a rank has number 1; with number 0 it withdraws its question.
     """
 
     rank: int
@@ -89,9 +91,9 @@ class Asking(Message, frozen=True):
 
 
 class RankKept(Message, frozen=True):
-    """A rank has carried out its order, keeps its names, and waits for the next order.
+    """A rank has run its cell, keeps its variables, and waits for the next cell.
 
-    ``host_bytes`` is memory of this rank alone, ``gpu_bytes`` the GPU memory that torch has
+    ``host_bytes`` is the memory of this rank alone, ``gpu_bytes`` the GPU memory that torch has
     reserved.
     """
 
@@ -101,15 +103,15 @@ class RankKept(Message, frozen=True):
 
 
 class RankUse(msgspec.Struct, frozen=True):
-    """A rank's use of its VM, as its agent sees it.
+    """A rank's use of resources, as its agent sees it.
 
     Attributes:
-        state: ``starting``, ``running``, ``stopped`` (by SIGSTOP), or how it ended
+        state: ``starting``, ``running``, ``stopped`` (by SIGSTOP), or the outcome
             (:class:`RankEnded`).
         cpu: percent of one processor.
-        nbytes: memory without a file behind it.
-        gpu: percent of its GPUs, on average; None: it has none, or the figure is not known.
-        gpu_nbytes: GPU memory that it holds, if the driver reports that for each process;
+        nbytes: memory that is not backed by a file.
+        gpu: utilisation of its GPUs in percent, on average; None if it has none, or if unknown.
+        gpu_nbytes: the GPU memory that it holds, if the driver reports this for each process;
             otherwise the memory that all programs hold.
     """
 
@@ -122,24 +124,24 @@ class RankUse(msgspec.Struct, frozen=True):
 
 
 class RankImported(Message, frozen=True):
-    """The installed modules that a rank has imported beyond what it was forked with, in order."""
+    """The installed modules that a rank has imported since it was forked, in order."""
 
     modules: tuple[str, ...]
 
 
 class Readiness(enum.Enum):
-    """The reply of a spare to :class:`GetReady`, or to an order."""
+    """A spare's reply to :class:`GetReady` or to :class:`RankStart`."""
 
-    IMPORTED = "imported"  # it has imported all modules that it was told to, or as many as it could
-    TAKES = "takes"  # the order is the one that it is ready for
-    UNFIT = "unfit"  # it differs from a fresh process: it leaves, or has to be ended
+    IMPORTED = "imported"  # it has imported all the requested modules, or as many as it could
+    TAKES = "takes"  # it is ready for this job, and accepts it
+    UNFIT = "unfit"  # it differs from a fresh process, so it exits or has to be ended
 
 
 class RankReady(Message, frozen=True):
-    """How far a spare is with getting ready.
+    """The progress of a spare that gets ready to be a rank.
 
-    ``nbytes`` is the memory that only it has. ``unfit`` says, for the log, how it differs from a
-    fresh process.
+    ``nbytes`` is the memory of this process alone. ``unfit`` describes, for the log, how it differs
+    from a fresh process.
     """
 
     state: Readiness
@@ -153,9 +155,9 @@ RankSays = RankStage | Asking | RankEnded | RankKept | RankImported | RankReady
 class Answer(Message, frozen=True):
     """The reply of the person at the keyboard to a rank's question.
 
-    ``refused`` says why there can be none.
+    ``refused`` is the reason if there can be no reply.
 
-    It travels from a client through the supervisor and an agent to the rank.
+    The message is forwarded from a client through the supervisor and an agent to the rank.
     """
 
     run: str
@@ -169,12 +171,14 @@ class RankRequest(Message, frozen=True):
     """An agent's request to a process that is a rank, or was prepared to be one.
 
     Attributes:
-        what: ``notice``: the rank was sent a SIGINT: say when it is noticed, and break off a wait
-            that prevents this; ``ignored``: the rank ignored it, as system(3) does while a program
-            runs. ``names``: pack the names as they are, in another thread if the main one waits,
-            and leave. ``taken``: the agent has rank 0's names, so forget them. ``leave``: no other
-            order will come, and the agent has all it needs, so exit. ``collective``: write down
-            the collective in which it waits (runs/stacks.py).
+        what: ``notice``: the rank was sent a SIGINT; report when it is noticed, and break off a
+            wait that prevents this. ``names``: pack the variables in their present state, in
+            another thread if the main thread is waiting, and exit. ``taken``: the agent has rank
+            0's variables, so release them. ``leave``: no other job will come, and the agent has
+            everything that it needs, so exit. ``collective``: write down the collective in which
+            the rank waits (runs/stacks.py).
+        ignored: for ``notice``: whether the rank ignored the SIGINT, as system(3) does while a
+            program runs.
     """
 
     what: Literal["notice", "names", "taken", "leave", "collective"]
@@ -183,10 +187,10 @@ class RankRequest(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Preparation:
-    """The facts that ranks of different runs share, so that a process can prepare before its order.
+    """What ranks of different runs have in common, so that a process can prepare in advance.
 
     Attributes:
-        project: absolute path of the project, or of this VM's copy of it.
+        project: the absolute path of the project, or of this VM's copy of it.
         colors, shell_class: as in :class:`Cell`.
     """
 
@@ -197,18 +201,18 @@ class Preparation:
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A headed cell, as it travels from the notebook to its ranks.
+    """A cell with a header, as it is sent from the notebook to its ranks.
 
     Attributes:
         execution_count: the notebook's ``In[n]``.
-        spec: the header.
-        colors: name of the notebook's colour theme, for tracebacks.
-        shell_class: name of the class of the notebook's shell, which libraries ask for.
-        directory: the notebook's current directory; kept ranks change to it, others begin in the
-            project.
-        own_gpu_first: whether its program expects its own GPU to be the first one, as programs for
-            DataParallel do. Programs for several processes number GPUs by ranks, and later cells
-            of kept ranks may do so.
+        spec: the parsed header.
+        colors: the name of the notebook's colour theme, for tracebacks.
+        shell_class: the name of the class of the notebook's shell, which libraries check.
+        directory: the notebook's current directory; kept ranks change to it, other ranks begin in
+            the project.
+        own_gpu_first: whether the program in the cell expects its own GPU to be the first one, as
+            programs for DataParallel do. Programs for several processes number GPUs by ranks, and
+            so may later cells of kept ranks.
     """
 
     text: str
@@ -221,18 +225,18 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def local_rank_option(self) -> str:
-        """Return how its program spells the option for the local rank, as a launcher passes it."""
+        """Return the spelling of the program's option for the local rank, as launchers pass it."""
         found = re.search("--local[_-]rank", self.text)
         return found[0] if found else ""
 
 
 class AtImport(msgspec.Struct, frozen=True):
-    """State of a notebook's process that a module may read at import, besides the environment.
+    """State of a notebook's process, besides the environment, that a module may read at import.
 
     It is empty if it cannot be determined.
 
     Attributes:
-        path, arguments: ``sys.path`` and ``sys.argv``, as they travel to ranks.
+        path, arguments: ``sys.path`` and ``sys.argv``, as they are sent to ranks.
         settings: other state of the process, each kind as a text; equal texts mean equal state.
     """
 
@@ -246,8 +250,8 @@ class Workspace(msgspec.Struct, frozen=True):
 
     For another VM it is staged (:mod:`taas.agent.staging`).
 
-    ``changed`` are variables of ``environ`` that the notebook set itself; the others it inherited
-    on its machine.
+    ``changed`` are the names of variables in ``environ`` that the notebook set itself; it inherited
+    the others on its machine.
     """
 
     project: str
@@ -257,17 +261,17 @@ class Workspace(msgspec.Struct, frozen=True):
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """What a job needs, where its processes find it on their VM.
+    """What a job needs, at the locations where its processes find it on their VM.
 
     Attributes:
-        payload: the packed names, or loaders.
-        replica: the copy of the project that takes its place there; empty: the project itself is
-            there.
-        on_demand: folder in which processes ask for files that the copy lacks
+        payload: the packed variables, or loaders.
+        replica: the copy of the project that is mounted at the project's path on that VM; empty if
+            the project itself is there.
+        on_demand: the folder in which processes request files that the copy lacks
             (:mod:`taas.project.sync.files_on_demand`).
-        output: folder of the ranks' output files, or a data process's log.
-        scratch: folder for the project files that ranks other than 0 write.
-        since_ns: when the run began, by the clock of the project's (or its copy's) file system.
+        output: the folder of the ranks' output files, or a data process's log.
+        scratch: the folder for project files that ranks other than 0 write.
+        since_ns: the start of the run, by the clock of the file system of the project or its copy.
         at_import: state of the notebook's process that modules may read when ranks import them.
     """
 
@@ -283,19 +287,19 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class RankOrder(Message, frozen=True):
-    """The order for the ranks of one run on one VM.
+    """The job description for the ranks of one run on one VM.
 
     The supervisor writes it; it is complete, and the same for all these ranks.
 
     Attributes:
-        group_rank: the VM's number in the run, as torchrun's.
+        group_rank: the VM's number in the run, as in torchrun.
         store: the run's store; without a port, the agent of these ranks opens it.
-        gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty if the run is
+        gpus: the run's GPUs on this VM, as named in CUDA_VISIBLE_DEVICES; empty if the run is
             rehearsed.
         restart_count: how often the run was restarted.
         delivery: how a rank reaches the run's data workers.
-        host: this VM's own address, as the run's other VMs reach it.
-        continues: these are the kept ranks of this VM.
+        host: this VM's address, at which the run's other VMs reach it.
+        continues: whether these are the kept ranks of this VM.
     """
 
     run: str
@@ -311,22 +315,25 @@ class RankOrder(Message, frozen=True):
 
     @property
     def local_world_size(self) -> int:
-        """Return how many ranks are on this VM."""
+        """Return the number of ranks on this VM."""
         return self.cell.spec.ranks_per_vm
 
     @property
     def first_rank(self) -> int:
-        """Return the number of the first of them."""
+        """Return the number of the first rank on this VM."""
         return self.group_rank * self.local_world_size
 
     @property
     def rehearsed(self) -> int:
-        """Return how many GPUs to pretend, or 0."""
+        """Return the number of GPUs to simulate, or 0."""
         return 0 if self.gpus else self.cell.spec.gpus_per_vm
 
 
 class RankStart(Message, frozen=True):
-    """Become this rank, with these variables over the notebook's; the store is open."""
+    """Become this rank, with these environment variables in addition to the notebook's.
+
+    The store is open.
+    """
 
     order: RankOrder
     staged: Staged
@@ -340,7 +347,7 @@ class RankStart(Message, frozen=True):
 
     @property
     def lasting_environ(self) -> dict[str, str]:
-        """Return its variables without :data:`VARIABLES_OF_A_RUN`."""
+        """Return the variables without :data:`VARIABLES_OF_A_RUN`."""
         of_all = self.environ.items()
         return {name: value for name, value in of_all if name not in VARIABLES_OF_A_RUN}
 
@@ -352,14 +359,14 @@ def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
 
 
 VARIABLES_OF_A_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
-"""Variables of a rank that are new for each run; similar runs share the others."""
+"""Environment variables of a rank that are new for each run; similar runs share the others."""
 
 
 class GetReady(Message, frozen=True):
-    """Become the rank for which the next order is expected, and import ``modules``.
+    """Become the rank that is expected for the next job, and import ``modules``.
 
-    ``start`` is that rank's part of the last order, without :data:`VARIABLES_OF_A_RUN`; its scratch
-    is a folder for this purpose.
+    ``start`` is that rank's message in the last job, without :data:`VARIABLES_OF_A_RUN`; its
+    scratch is a folder for this purpose.
     """
 
     start: RankStart
@@ -372,12 +379,12 @@ RankHears = RankStart | GetReady | RankRequest | Answer
 # ---------------------------------------------------------------- the socket pair
 
 NOTICE = signal.SIGRTMIN + 12
-"""Asks the main thread of a rank to say that it runs Python code. Neither glibc, CUDA nor profilers
-use this signal.
+"""Requests the main thread of a rank to report that it runs Python code. Neither glibc, CUDA nor
+profilers use this signal.
 """
 _read_rank = MessageReader(RankSays)
-_LONG = b"\xc1"  # the packet of a long message: no message in MessagePack has this byte
-_SHORT = 4096  # the most bytes of a packet
+_LONG = b"\xc1"  # the packet of a long message; in MessagePack, no message consists of this byte
+_SHORT = 4096  # the maximum size of a packet in bytes
 _READS = 1024  # more packets than a socket holds
 _MOST_DESCRIPTORS = 4
 
@@ -390,7 +397,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 def send(end: socket.socket, message: bytes, *descriptors: int, flags: int = 0) -> None:
     """Send a message, and descriptors of this process with it.
 
-    Any thread may call this, and a signal handler.
+    Any thread may call this, and so may a signal handler.
     """
     with contextlib.ExitStack() as stack:
         if len(message) > _SHORT:
@@ -407,7 +414,7 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
 
     Raises:
         EOFError: the other end is closed, and all its messages were read.
-        OSError: there is no descriptor left.
+        OSError: no descriptor is left.
     """
     descriptors = array("i")
     room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * descriptors.itemsize)
@@ -424,23 +431,25 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     if not descriptors:
         raise OSError("a message could not be taken: too many files are open")
     with os.fdopen(descriptors.pop(), "rb") as file:
-        file.seek(0)  # the sender shares the position
+        file.seek(0)  # the sender shares the file position
         return file.read(WIRE_LIMIT), descriptors.tolist()
 
 
 def tell(rank: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send a rank a message without waiting; a rank with hundreds of unread ones does not get it.
+    """Send a rank a message without blocking; it is lost if hundreds of messages are unread.
 
-    Its connection stays. Code that waits for the rank's reaction has a deadline.
+    The connection stays open. Code that waits for the rank's reaction has a deadline.
     """
-    with contextlib.suppress(BlockingIOError, ConnectionError):  # killed: its sentinel says so
+    # the rank was killed, which its sentinel shows
+    with contextlib.suppress(BlockingIOError, ConnectionError):
         send(rank, message, *descriptors, flags=socket.MSG_DONTWAIT)
 
 
 def hear(rank: socket.socket) -> tuple[list[RankSays], bool]:
     """Return the rank's waiting messages, and whether no more will come.
 
-    No more come if it has closed its end, or sent something that is not a message of a rank.
+    No more will come if the rank has closed its end, or has sent data that are not a message of a
+    rank.
     """
     said: list[RankSays] = []
     try:

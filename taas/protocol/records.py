@@ -1,6 +1,6 @@
-"""The record of a run, which stands in its folder: what every process may see of it.
+"""The record of a run, which is stored in its folder, and can be read by every process.
 
-``runs/records`` says what else is in the folder, reads records and writes them.
+``runs/records`` lists the other files in the folder, and reads and writes records.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Verdict(msgspec.Struct, kw_only=True):
 
     Attributes:
         outcome: ``done``, ``failed``, ``interrupted`` or ``lost``; empty before the end.
-        first: the end of the first failing rank.
-        vm: that rank's VM; empty if the run is on this machine alone.
-        others: how many ranks failed after it, for another reason than waiting for it.
-        waited: how many ranks stood in a collective that could not end without it.
+        first: the end of the rank that failed first.
+        vm: the VM of that rank; empty if the run is on this machine alone.
+        others: how many ranks failed after it, for other reasons than waiting for it.
+        waited: how many ranks were in a collective that could not end without it.
         message: for ``lost``: what was lost; for ``failed``: which ranks had ended before; for
-            ``interrupted``: from where, if that was not its own cell, and what failed while the
-            cell was finishing.
-        names: what happened to rank 0's names, if the run is not done.
-        error: for ``lost``: the class of :mod:`taas.errors` to raise.
+            ``interrupted``: from where, if that was not the run's own cell, and what failed while
+            the cell was finishing.
+        names: what happened to rank 0's variables, if the run is not done.
+        error: for ``lost``: the name of the class in :mod:`taas.errors` to raise.
     """
 
     outcome: str = ""
@@ -46,26 +46,27 @@ class RunRecord(Verdict, kw_only=True):
     """A run as every process may see it, with its verdict once it is over.
 
     Attributes:
-        name: it may be used again; name and ``id`` together are unique.
+        name: the name of the run, which may be reused; name and ``id`` together are unique.
         project: the notebook's folder.
-        notebook: its path; empty if its front end does not say it.
+        notebook: the path of the notebook; empty if its front end does not provide it.
         device: the ranks' devices in words.
-        gpus: the GPUs of this machine that it has, by device (:class:`taas.protocol.clients.Gpu`).
+        gpus: the GPUs of this machine that the run has, by ``device``
+            (:class:`taas.protocol.clients.Gpu`).
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own
-            ``except`` and ``finally`` run), ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``, or has lost its last data VM; while it
-            is ``finishing``, where its ranks stand.
-        interrupted: somebody has interrupted it, however it ended then.
-        submitted, ended: seconds since the epoch, 0 before.
+            ``except`` and ``finally`` blocks run), ``ending`` or ``over``.
+        waiting: what the run waits for while it is ``acquiring``, or after it has lost its last
+            data VM; while it is ``finishing``, where its ranks are.
+        interrupted: whether a person has interrupted it, however it ended then.
+        submitted, ended: seconds since the epoch; ``ended`` is 0 until then.
         losses: what was lost before each restart, one line for the user each.
         notices: lines for the user.
-        trouble: what is wrong while it goes on; after a bad end, what was wrong then.
-        questions: questions to the person at the keyboard on which its ranks wait.
-        use: what its ranks use, in the order of their numbers.
-        curve: how busy they were, in percent, in equal parts of its time.
+        trouble: what is wrong while the run goes on; after a bad end, what was wrong then.
+        questions: questions to the person at the keyboard for whose replies ranks wait.
+        use: the resources that its ranks use, in the order of their numbers.
+        curve: how busy the ranks were, in percent, in equal parts of the run's duration.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
         ranks_gone: why kept ranks do not stay any more.
-        files: the files that it left for `%taas attach`, with their sizes in bytes.
+        files: the files that it left for ``%taas attach``, with their sizes in bytes.
     """
 
     name: str
@@ -96,7 +97,7 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Return the notebook in words."""
+        """Return the name of the notebook for messages."""
         return in_words(self.notebook, self.project)
 
     @property
@@ -113,14 +114,14 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def background(self) -> bool:
-        """Return whether it outlives its kernel."""
+        """Return whether the run outlives its kernel."""
         return self.cell.spec.background
 
     @property
     def busy(self) -> float | None:
-        """Return how busy its GPUs are, in percent on average.
+        """Return how busy the run's GPUs are, in percent on average.
 
-        Without GPUs, or if that is not known, this is the use of one processor for each rank.
+        Without GPUs, or if this is unknown, return the use of one processor by each rank instead.
         """
         gpus = [rank.gpu for rank in self.use if rank.gpu is not None]
         shares = gpus or [rank.cpu for rank in self.use]
@@ -133,7 +134,7 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def live(self) -> bool:
-        """Return whether the run still goes on."""
+        """Return whether the run has not ended."""
         return self.state != "over"
 
     @property
@@ -143,17 +144,17 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Return whether it holds its GPUs: it goes on, or its ranks stay."""
+        """Return whether it holds its GPUs: it has not ended, or its ranks are kept."""
         return self.live or self.kept_ranks is not None
 
 
 def in_words(notebook: str, project: str) -> str:
-    """Name a notebook, or its project if its front end does not say its path."""
+    """Return a notebook's name, or its project if the front end does not provide its path."""
     return "/".join(Path(notebook).parts[-2:]) if notebook else f"{project.rstrip('/')}/"
 
 
 def output_folder(folder: Path, restarts: int) -> Path:
-    """Return the folder in which the ranks of a run write after so many restarts."""
+    """Return the folder in which the ranks of a run write after this many restarts."""
     return folder / f"restart-{restarts}" if restarts else folder
 
 

@@ -1,4 +1,4 @@
-"""Where ranks stand, as it is told: frames, ranks seen from outside, groups of equal stacks."""
+"""The positions of ranks as they are reported: frames, ranks, and groups of equal stacks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RankSeen(NamedTuple):
     """A rank as it looks from outside.
 
     Attributes:
-        status: as psutil names it (``sleeping``, ``running``, ``stopped``, …), or ``gone``.
-        cpu: processor seconds it has used.
-        written: bytes of output it has written.
-        frames: innermost first; None if it was not asked or did not answer.
+        status: the status as in psutil (``sleeping``, ``running``, ``stopped``, …), or ``gone``.
+        cpu: the processor time that it has used, in seconds.
+        written: the number of bytes of output that it has written.
+        frames: its frames, innermost first; None if it was not asked or did not reply.
         collective: the collective in which it waits, in the words of torch's flight recorder.
     """
 
@@ -42,9 +42,9 @@ class RankSeen(NamedTuple):
 
 
 class StackGroup(msgspec.Struct, frozen=True):
-    """Ranks at the same place in their code, with their stack, the innermost line last.
+    """Ranks at the same position in their code, with their stack, the innermost line last.
 
-    ``odd``: they differ from the other ranks.
+    ``odd`` is whether they differ from the other ranks.
     """
 
     ranks: tuple[int, ...]
