@@ -1,6 +1,6 @@
-"""Chooses the engine for the next runs of this kernel.
+"""Choose the engine for the next runs of this kernel.
 
-``%taas engine`` comes before TAAS_ENGINE, and that before ``taas.toml``.
+``%taas engine`` has precedence over TAAS_ENGINE, and TAAS_ENGINE over ``taas.toml``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _said: list[EngineChoice] = []
 
 
 def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoice:
-    """Read an engine's name and the words after it; ``configured`` has the rest.
+    """Parse an engine's name and the words after it; the other settings come from ``configured``.
 
-    ``where`` says, for messages, where the words come from.
+    ``where`` describes the origin of the words, for messages.
 
     Raises:
-        HeaderError: the words are not an engine.
+        HeaderError: the words do not describe an engine.
     """
     kind, *rest = words
     if rest if kind == "local" else kind not in _ELSEWHERE:
@@ -46,7 +46,7 @@ def choose(words: list[str]) -> EngineChoice:
 
     Raises:
         HeaderError: there is no such engine.
-        EngineError: what it needs is not installed.
+        EngineError: a program or package that it needs is not installed.
     """
     choice = read_choice(words, "%taas engine", load_catalog())
     check_installed(choice)
@@ -57,7 +57,7 @@ def choose(words: list[str]) -> EngineChoice:
 def current_engine(project: Path) -> EngineChoice:
     """Return the engine of the next run.
 
-    Raises a HeaderError if TAAS_ENGINE or ``taas.toml`` is wrong.
+    Raises a HeaderError if TAAS_ENGINE or ``taas.toml`` is invalid.
     """
     configured = load_catalog(project)
     if _said:
@@ -76,12 +76,12 @@ def current_engine(project: Path) -> EngineChoice:
 def check_installed(choice: EngineChoice) -> None:
     """Raise an EngineError if this machine lacks something that an engine needs.
 
-    The error's text has the command that installs it.
+    The error message contains the command that installs it.
     """
     if choice.kind in _ELSEWHERE:
         _ELSEWHERE[choice.kind].check_installed()
 
 
 def start_engine(choice: EngineChoice, listen: Callable[[str], str], scratch: Path) -> Engine:
-    """Start an engine with machines elsewhere; the arguments are those of :class:`DrivenEngine`."""
+    """Start a remote engine; the other arguments are those of :class:`DrivenEngine`."""
     return _ELSEWHERE[choice.kind](choice.address, listen, scratch)

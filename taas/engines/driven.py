@@ -1,10 +1,10 @@
-"""An engine with a driver: a child of the supervisor that talks to the cluster.
+"""An engine with a driver: a child of the supervisor that communicates with the cluster.
 
-This module has the messages between the two, and the supervisor's side.
+This module contains the messages between driver and supervisor, and the supervisor's side.
 
-A cluster may be slow, and may block or end a process that talks to it. None of this may happen to
-the supervisor. A driver ends when its standard input does, and gives back everything that it has.
-The engines differ in their drivers, and in their words.
+A cluster may be slow, and may block or end a process that communicates with it. Neither may happen
+to the supervisor. A driver ends when its standard input is closed, and then releases everything
+that it holds. The engines differ in their drivers, and in the wording of their messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from taas.protocol.framing import Message
 
 
 class Acquire(Message, frozen=True):
-    """Get VMs with these numbers, each on a node of its own.
+    """Get VMs with these numbers, each on a separate node.
 
     They replace the ``lost`` ones, if there are any.
     """
@@ -40,16 +40,16 @@ class Acquire(Message, frozen=True):
 
 
 class ReleaseVm(Message, frozen=True):
-    """Give a VM back, or stop waiting for it."""
+    """Release a VM, or stop waiting for it."""
 
     machine: int
 
 
 class ClusterReport(Message, frozen=True):
-    """The driver has joined the cluster; or it cannot, and ends.
+    """The driver has joined the cluster, or cannot join it and ends.
 
-    ``host`` is this machine's address in the cluster; ``why_not`` says why it could not join.
-    ``advised``: ``why_not`` also says what to do.
+    ``host`` is this machine's address in the cluster; ``why_not`` is the reason why the driver
+    could not join. With ``advised``, ``why_not`` also contains advice.
     """
 
     host: str = ""
@@ -65,11 +65,10 @@ class VmReport(Message, frozen=True):
 
     Attributes:
         state: ``waiting``; ``ending``: it will be taken away; ``gone``: it has ended, or the
-        cluster
-            cannot give it.
+            cluster cannot provide it.
         text: what it waits for, why it will end, or how it ended, in words that continue "the agent
             of g2.8-0 was …".
-        error: the class of :mod:`taas.errors` for one that is gone.
+        error: the name of the class in :mod:`taas.errors` for a VM that is gone.
     """
 
     machine: int
@@ -88,7 +87,8 @@ Reports = ClusterReport | VmReport
 class Reporter:
     """Sends reports to the supervisor through standard output.
 
-    Once it exists, only it writes there; prints of libraries go to the log.
+    Once this object exists, nothing else writes to the original standard output: prints of
+    libraries go to the log.
     """
 
     def __init__(self) -> None:
@@ -124,15 +124,15 @@ class DrivenMachine:
         self._gone, self._signal = os.pipe2(os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the reading end of a pipe, which becomes readable when the VM is gone."""
+        """Return the read end of a pipe, which becomes readable when the VM is gone."""
         return self._gone
 
     def want(self) -> None:
-        """Ask the cluster for it, if that has not been done yet."""
+        """Request the VM from the cluster, if that has not been done yet."""
         self._engine.want(self.number)
 
     def take(self, report: VmReport) -> None:
-        """Record the state that a report tells."""
+        """Record the state in a report."""
         if report.state == "waiting":
             self.waiting = report.text
         elif report.state == "ending":
@@ -142,11 +142,11 @@ class DrivenMachine:
             os.write(self._signal, b".")
 
     def how_it_ended(self) -> str:
-        """Return what the cluster said."""
+        """Return the cluster's description."""
         return self._how
 
     def end(self) -> None:
-        """Give it back; its agent ends what it started."""
+        """Release the VM; its agent ends the processes that it started."""
         if self._signal >= 0:
             self._engine.give_back(self.number)
             os.close(self._signal)
@@ -155,13 +155,13 @@ class DrivenMachine:
 
 
 class DrivenEngine:
-    """VMs of a cluster.
+    """The VMs of a cluster.
 
     Args:
-        address: where the cluster is, or the options of the request: the first argument of the
-            module ``driver``.
-        listen: lets the supervisor listen on an address of this machine; returns the endpoint.
-        scratch: folder for the driver's standard error.
+        address: the address of the cluster, or the options of the request: the first argument of
+            the module ``driver``.
+        listen: lets the supervisor listen on an address of this machine, and returns the endpoint.
+        scratch: the folder for the driver's standard error.
     """
 
     remote = True
@@ -173,7 +173,7 @@ class DrivenEngine:
         self._machines: dict[int, DrivenMachine] = {}
         self._count = 0
         self._endpoint = self.here = self._why = ""
-        self._asks: list[Acquire] = []  # requests that the cluster has not received yet
+        self._asks: list[Acquire] = []  # requests that were not sent to the cluster yet
         self._wanted: set[int] = set()
         self._driver: Child | None = None
         self._leaving: list[Child] = []
@@ -181,9 +181,9 @@ class DrivenEngine:
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read the typed words; ``taas.toml`` has the rest.
+        """Parse the typed words; the other settings come from ``taas.toml``.
 
-        ``where`` says where they were typed. A HeaderError says what is wrong.
+        ``where`` describes where they were typed. A HeaderError reports what is wrong.
         """
         raise NotImplementedError
 
@@ -207,7 +207,8 @@ class DrivenEngine:
     ) -> Sequence[DrivenMachine]:
         """Request VMs from the cluster.
 
-        A driver that has ended is replaced; a cluster that was reached before is waited for.
+        A driver that has ended is replaced. If the cluster was reached before, the new driver waits
+        for it.
         """
         if self._driver is None:
             self._start_driver(demand.wait if self.here else 0.0)
@@ -223,12 +224,12 @@ class DrivenEngine:
         return [*machines.values()]
 
     def want(self, number: int) -> None:
-        """Ask for a VM now, and for those that were requested with it."""
+        """Request a VM now, together with the VMs of the same request."""
         self._wanted.add(number)
         self._ask()
 
     def _ask(self) -> None:
-        """Send the requests that are due, if the cluster is reached."""
+        """Send the requests that are due, if the cluster has been reached."""
         for ask in [*self._asks]:
             if self._endpoint and (not ask.demand.later or self._wanted.intersection(ask.machines)):
                 self._asks.remove(ask)
@@ -243,7 +244,7 @@ class DrivenEngine:
             self._driver.send(ask)
 
     def give_back(self, number: int) -> None:
-        """Give a VM back, or withdraw its request with all VMs of that request."""
+        """Release a VM, or withdraw its request with all VMs of that request."""
         self._machines.pop(number, None)
         unasked = [ask for ask in self._asks if number in ask.machines]
         for ask in unasked:
@@ -252,11 +253,11 @@ class DrivenEngine:
             self._tell(ReleaseVm(number))
 
     def fileno(self) -> int:
-        """Return the driver's standard output; -1 while there is no driver."""
+        """Return the descriptor of the driver's standard output; -1 while there is no driver."""
         return -1 if self._driver is None else self._driver.fileno()
 
     def step(self) -> None:
-        """Read the driver's reports."""
+        """Handle the driver's reports."""
         assert self._driver is not None
         reports = self._driver.read()
         if reports is None:
@@ -264,7 +265,7 @@ class DrivenEngine:
         for report in reports or ():
             if isinstance(report, ClusterReport):
                 self._take(report)
-            elif report.machine in self._machines:  # otherwise it was given back meanwhile
+            elif report.machine in self._machines:  # otherwise it was released meanwhile
                 gone = report.state == "gone"
                 machine = (
                     self._machines.pop(report.machine) if gone else self._machines[report.machine]
@@ -285,7 +286,7 @@ class DrivenEngine:
     def _lose_driver(self) -> None:
         """Handle the end of the driver.
 
-        It could not connect, or its node or the cluster's head is gone.
+        It could not connect, or its node or the head of the cluster is gone.
         """
         self._end_driver()
         said, error = self._last_words(), "RunLost" if self._endpoint else "EngineError"
@@ -306,7 +307,7 @@ class DrivenEngine:
         return "it said nothing"
 
     def close(self) -> None:
-        """Give everything back, and end the driver."""
+        """Release everything, and end the driver."""
         if self._driver is not None:
             if not self._endpoint:  # the driver is still connecting, and holds nothing
                 self._driver.process.kill()

@@ -1,6 +1,6 @@
-"""Finds this machine's GPUs, and checks whether a run can have those that it asks for.
+"""Find this machine's GPUs, and check whether a run can have the GPUs that it requests.
 
-This does not use CUDA, which would cost a context, or break CUDA in forks.
+This does not use CUDA, which would cost a context, or break CUDA in forked processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WSL = (
 )
 _FILES = (("dev/dxg", _WSL), ("dev/nvidia*", _NVIDIA), ("dev/kfd", _AMD))
 _SMI_SECONDS = 20.0
-_DISPLAY = "0x03"  # prefix of the class of PCI devices that draw or compute
+_DISPLAY = "0x03"  # prefix of the PCI class of display and compute devices
 _VENDORS = {
     "0x10de": ("an NVIDIA GPU on the PCI bus", _NVIDIA),
     "0x1002": ("an AMD GPU on the PCI bus", _AMD),
@@ -80,11 +80,11 @@ def present_gpus(root: Path = Path("/")) -> int:
 
 
 def visible_gpus(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return this machine's NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them.
+    """Return this machine's NVIDIA GPUs, as named in CUDA_VISIBLE_DEVICES.
 
-    ``CUDA_VISIBLE_DEVICES``, if set, chooses among the present ones
-    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that names no GPU
-    ends the list.
+    ``CUDA_VISIBLE_DEVICES``, if set, selects some of the present GPUs
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that does not denote
+    a GPU ends the list.
     """
     present = present_gpus(root)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -102,11 +102,11 @@ def visible_gpus(root: Path = Path("/")) -> tuple[str, ...]:
 def physical(
     names: Sequence[str], environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names in an environment.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists in an environment.
 
     CUDA numbers the GPUs that a process may use: by their PCI addresses if ``CUDA_DEVICE_ORDER``
-    says so, or if all are of one model. Otherwise the fastest comes first, and only CUDA knows
-    which one that is; then the number stands for the GPU.
+    requests this, or if all are of one model. Otherwise the fastest GPU comes first, and only CUDA
+    knows which one that is; then the number itself is used as the device.
     """
     shown = _shown_by_driver(root)
     models = {gpu.model for gpu in shown}
@@ -122,9 +122,9 @@ def physical(
 
 
 def _address_of(name: str, by_number: Sequence[str], by_uuid: Mapping[str, str]) -> str:
-    """Return the PCI address of a GPU that CUDA_VISIBLE_DEVICES names; the name if not known.
+    """Return the PCI address of an entry of CUDA_VISIBLE_DEVICES; the entry itself if unknown.
 
-    CUDA takes the beginning of a UUID, too, if only one GPU's begins so.
+    CUDA also accepts the beginning of a UUID, if it is unique.
     """
     if name.isdigit() and int(name) < len(by_number):
         return by_number[int(name)]
@@ -139,16 +139,16 @@ def _addresses_by_uuid(shown: Sequence[_Found]) -> dict[str, str]:
     """Return the PCI addresses of GPUs by their UUIDs."""
     known = {gpu.uuid: gpu.bus for gpu in shown}
     if any("?" in uuid for uuid in known):
-        # such a GPU was not used since the machine was booted, and the driver does not show its
-        # UUID before it is
+        # such a GPU was not used since the machine was booted, and until it is used, the driver
+        # does not show its UUID
         return _asked_for_uuids() or known
     return known
 
 
 def _asked_for_uuids() -> dict[str, str]:
-    """Ask ``nvidia-smi`` for the UUID and PCI address of each GPU, which also wakes them.
+    """Query ``nvidia-smi`` for the UUID and PCI address of each GPU, which also wakes them up.
 
-    Return nothing if it does not answer.
+    Return an empty dictionary if it fails or does not reply.
     """
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
     try:
@@ -160,14 +160,14 @@ def _asked_for_uuids() -> dict[str, str]:
     found = {}
     for line in done.stdout.splitlines():
         uuid, _, bus = line.partition(", ")
-        # other lines are warnings, for instance that a GPU's infoROM is corrupted
+        # other lines are warnings, for example that a GPU's infoROM is corrupted
         if uuid.startswith("GPU-"):
             found[uuid] = bus.strip().lower()[-len("0000:00:00.0") :]
     return found
 
 
 def refused_as_mig(names: Sequence[str], needed: int, root: Path = Path("/")) -> str:
-    """Say why several ranks cannot have parts of GPUs (MIG instances); empty if they can."""
+    """Return why several ranks cannot have parts of GPUs (MIG instances); empty if they can."""
     nodes = {gpu.bus: gpu.node for gpu in _shown_by_driver(root)}
     parts = []
     for gpu in physical(names, root=root):
@@ -187,7 +187,7 @@ def refused_as_mig(names: Sequence[str], needed: int, root: Path = Path("/")) ->
 def check_devices(spec: RunSpec, visible: Sequence[str]) -> None:
     """Raise NotEnoughDevices for a run that needs more GPUs than there are.
 
-    Without any GPU a run is rehearsed.
+    Without any GPU a run is rehearsed: it uses a simulated GPU environment on the CPU.
     """
     needed, present = spec.vms * spec.gpus_per_vm, len(visible)
     if not present or spec.rehearse:
@@ -203,15 +203,15 @@ def check_devices(spec: RunSpec, visible: Sequence[str]) -> None:
 
 
 def lacks_uvm(root: Path = Path("/")) -> bool:
-    """Return whether CUDA's own device file is missing beside those of GPUs.
+    """Return whether CUDA's own device file is missing, although those of GPUs exist.
 
-    This is so on a machine that has just been booted.
+    This is the case on a machine that has just been booted.
     """
     return bool(present_gpus(root)) and not (root / "dev/nvidia-uvm").exists()
 
 
 def device_in_words(spec: RunSpec, present: int) -> str:
-    """Say what the ranks of a run compute on."""
+    """Return the devices on which the ranks of a run compute, in words."""
     if not spec.gpus_per_rank:
         return "CPU"
     if present and not spec.rehearse:
@@ -224,9 +224,9 @@ def device_in_words(spec: RunSpec, present: int) -> str:
 
 
 def unseen_gpu(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Return a sign of a GPU that no run can use, with advice; None without any.
+    """Return a sign of a GPU that no run can use, with advice; None if there is none.
 
-    Call it on machines without /dev/nvidia0.
+    Call it only on machines without /dev/nvidia0.
     """
     for pattern, advice in _FILES:
         if found := sorted(root.glob(pattern)):

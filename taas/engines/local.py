@@ -21,7 +21,7 @@ from taas.protocol.framing import LOOPBACK
 _END_SECONDS = 5.0
 _LINE_BYTES = 4096
 _RANK_BYTES = 25_000_000
-"""Memory of one rank alone after it has joined a group; measured with 32 ranks."""
+"""Memory of one rank alone after it has joined a process group; measured with 32 ranks."""
 
 
 class LocalMachine:
@@ -44,14 +44,15 @@ class LocalMachine:
             start_new_session=True,
         )
         self.pid = self._agent.process.pid
-        give_limit(self.pid)  # before it gets its configuration, upon which it raises its own limit
+        # before it gets its configuration, after which it raises its own limit
+        give_limit(self.pid)
         self._pidfd = os.pidfd_open(self.pid)
         self._end_by = float("inf")
         self._agent.send(config)
 
     @property
     def ended(self) -> bool:
-        """Return whether it was given back."""
+        """Return whether it was reaped."""
         return self._pidfd < 0
 
     def fileno(self) -> int:
@@ -62,7 +63,7 @@ class LocalMachine:
         """Do nothing, because the agent was started at once."""
 
     def how_it_ended(self) -> str:
-        """Return the agent's signal, or its status and the last line of its log."""
+        """Return the agent's signal, or its exit status and the last line of its log."""
         code = self._agent.process.wait()
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
@@ -77,12 +78,12 @@ class LocalMachine:
         self._agent.hang_up()
 
     def reap(self) -> None:
-        """Wait for an agent that has to end, and kill it if it is late. Twice is harmless."""
+        """Wait for an agent that has to end, and kill it if it is late; may be called twice."""
         if self._pidfd < 0:
             return
         if not wait([self._pidfd], max(0.0, self._end_by - time.monotonic())):
             self._agent.process.kill()
-        # it is stuck in a system call
+        # a process that is stuck in a system call does not end
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.process.wait(_END_SECONDS)
         os.close(self._pidfd)
@@ -108,7 +109,7 @@ class LocalEngine:
         return started
 
     def fileno(self) -> int:
-        """Return -1, because the agents' pidfds tell when they end."""
+        """Return -1, because the agents' pidfds show when they end."""
         return -1
 
     def step(self) -> None:
@@ -128,7 +129,7 @@ class LocalEngine:
 
 
 def check_memory(ranks: int) -> None:
-    """Raise an EngineError if this machine has no memory for that many empty ranks."""
+    """Raise an EngineError if this machine lacks the memory for this many empty ranks."""
     needed, free = ranks * _RANK_BYTES, memory_left().free
     if needed > free:
         raise EngineError(

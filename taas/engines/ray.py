@@ -1,7 +1,7 @@
 """The engine whose VMs are nodes of a Ray cluster; its driver (ray_driver) uses Ray itself.
 
 Kernel and supervisor use this module, which does not need Ray. It also computes the resources to
-request from the cluster, and says in words what the cluster lacks.
+request from the cluster, and describes what the cluster lacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNCOUNTED = ("memory", "object_store_memory", "node:", "bundle_group", "acceler
 
 
 class RayEngine(DrivenEngine):
-    """VMs of the Ray cluster at an address.
+    """The VMs of the Ray cluster at an address.
 
     An empty address means the cluster that has this machine as a node.
     """
@@ -43,7 +43,7 @@ class RayEngine(DrivenEngine):
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read where the cluster is; ``auto``, or no word: this machine is a node of it."""
+        """Parse the cluster's address; ``auto``, or no word, if this machine is a node of it."""
         del configured
         address = " ".join(words)
         if address.startswith("ray://"):
@@ -76,8 +76,9 @@ def bundle(demand: Demand, nodes: list[dict[str, float]]) -> dict[str, float]:
     """Return the resources that a VM requests of a node: those of its type, and GPUs.
 
     The type is requested if living nodes have it as a resource. GPUs are not requested if the run
-    is rehearsed: its header says so, or none of the suitable nodes has one. If there is no suitable
-    node at all, one has to come, and it will be as the catalog says.
+    is rehearsed, which is the case if its header requests it or if none of the suitable nodes has a
+    GPU. If there is no suitable node at all, one has to be added, and is expected to be as in the
+    catalog.
     """
     fitting = [node for node in nodes if demand.instance is None or demand.instance in node]
     bare = bool(fitting) and not any(node.get("GPU") for node in fitting)
@@ -109,10 +110,10 @@ def what_is_missing(
     free: Mapping[str, float],
     does: str = "",
 ) -> str:
-    """Say what is requested of the nodes, what the living ones have, and what has to happen.
+    """Describe what is requested, what the living nodes have, and what has to happen.
 
-    ``free`` is what the whole cluster has free; ``does`` is what an autoscaler does about it, if
-    there is one.
+    ``free`` are the free resources of the whole cluster; ``does`` is what an autoscaler does about
+    the request, if there is one.
     """
     asked = f"{counted(count, 'node')} with {_in_words(wanted)}"
     counted_names = {name for node in nodes for name in node if not name.startswith(_UNCOUNTED)}

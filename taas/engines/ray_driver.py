@@ -1,9 +1,10 @@
 """``python -m taas.engines.ray_driver ADDRESS PATIENCE``: the supervisor's Ray driver.
 
-Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither
-may happen to the supervisor, so the driver is a child of it. The child ends when its standard input
-does, or with the cluster's head. Ray then takes back everything that it held, because nothing here
-is detached. Apart from the actor on the nodes (ray_vm), only this module imports ray.
+Ray ends a driver whose node or head is lost, and blocks one whose cluster does not reply. Neither
+may happen to the supervisor, so the driver is a child of the supervisor. The child ends when its
+standard input is closed, or with the head of the cluster. Ray then takes back all resources that
+the child held, because nothing here is detached. Apart from the actor on the nodes (ray_vm), only
+this module imports ray.
 """
 
 from __future__ import annotations
@@ -38,19 +39,21 @@ from taas.protocol.engines import AgentConfig, Demand
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
 _UNNOTICED_SECONDS = 60.0
-"""Seconds until Ray notices that a node is lost; until then it places actors there."""
+"""Seconds until Ray notices that a node is lost; until then it places actors on that node."""
 _ATTEMPT_SECONDS, _PAUSE_SECONDS = 3.0, 0.5
 _ASK_EVERY_SECONDS, _ANSWER_SECONDS = 1.5, 3.0
 _SILENCE_SECONDS = 9.0
-"""A head that is silent for that long is given up."""
+"""Seconds after which a head that does not reply is given up."""
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""If this variable of Ray's is set, the head may be away for so long (s), and keeps its state."""
+"""If this environment variable of Ray is set, the head may be away for that many seconds, and keeps
+its state.
+"""
 _NEVER = (
     "no available node types of Ray's autoscaler, within its limits, can fulfill the placement"
     " group"
 )
 _OF_TOKEN = re.compile(r"auth\w* ?token|authorization header", re.IGNORECASE)
-"""Matches Ray's errors if a cluster has a token, and this process has none or another one."""
+"""Matches Ray's errors if a cluster has a token, and this process has none or a different one."""
 _SET_IT = (
     "Start Jupyter with RAY_AUTH_MODE=token, and with the cluster's token in RAY_AUTH_TOKEN, or in"
     " the file that RAY_AUTH_TOKEN_PATH names"
@@ -58,10 +61,10 @@ _SET_IT = (
 
 
 def inner(module: str, *names: str) -> Any:
-    """Return an object from inside one of Ray's modules, about which Ray promises nothing.
+    """Return an object from inside one of Ray's modules, for which Ray promises no stability.
 
     Raises:
-        EngineError: this version of Ray no longer has it.
+        EngineError: this version of Ray does not have the object.
     """
     try:
         found: Any = importlib.import_module(module)
@@ -81,11 +84,11 @@ def _nodes() -> list[dict[str, float]]:
 
 
 def _autoscaler_plans(group: str) -> tuple[bool, str]:
-    """Return whether Ray's autoscaler can never make nodes for a placement group, and what it does.
+    """Return whether Ray's autoscaler can never make nodes for a group, and what it is doing.
 
-    This works for autoscaler v2, which KubeRay uses and ``RAY_enable_autoscaler_v2=1`` chooses; v1
-    says nothing. The report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public
-    function of Ray returns all of it.
+    ``group`` is the id of a placement group. This works for autoscaler v2, which KubeRay uses and
+    which ``RAY_enable_autoscaler_v2=1`` selects; v1 provides no such data. The report is Ray's own
+    (``src/ray/protobuf/autoscaler.proto``), and no public function of Ray returns all of it.
     """
     reply = inner("ray.core.generated.autoscaler_pb2", "GetClusterStatusReply")()
     client = inner("ray._raylet", "GcsClient")(address=ray.get_runtime_context().gcs_address)
@@ -118,7 +121,7 @@ class _Vm:
         self.gone = threading.Event()
 
     def release(self) -> None:
-        """Let its agent end; if it does not, take the node from it."""
+        """Let its agent end; if the agent does not end, free its node."""
         self.released = True
         if self.actor is not None and self.serves:
             with contextlib.suppress(RayError):
@@ -130,7 +133,7 @@ class _Vm:
             self.kill()
 
     def kill(self) -> None:
-        """End its actor; the agent reads end-of-file then."""
+        """End its actor, which closes the agent's standard input."""
         if self.actor is not None and not self.gone.is_set():
             with contextlib.suppress(Exception):  # its node, or the cluster, is gone
                 ray.kill(self.actor)
@@ -143,7 +146,7 @@ def _wait_until_gone(vms: list[_Vm]) -> None:
 
 
 class Group:
-    """VMs that were requested together: a placement group, and an actor in each of its bundles."""
+    """VMs that were requested together: a placement group with an actor in each of its bundles."""
 
     def __init__(self, demand: Demand, report: Reporter) -> None:
         self._demand, self._report = demand, report
@@ -158,9 +161,9 @@ class Group:
 
         They are those of a new group, or replacements for lost ones.
 
-        Lost ones must be this group's, and other VMs of it must still exist; otherwise nothing is
-        returned. Ray itself moves a bundle whose node is lost to another node, and no other group
-        could have that node.
+        The lost VMs must belong to this group, and other VMs of the group must still exist;
+        otherwise nothing is returned. Ray itself moves a bundle whose node is lost to another node,
+        and no other group could have that node.
         """
         with self._lock:
             if not self._bundles:
@@ -183,7 +186,7 @@ class Group:
     def run(self, vms: list[_Vm], leaving: list[_Vm]) -> None:
         """Get VMs, once those that are leaving are gone; serve until all of them are gone.
 
-        A thread runs this.
+        This runs in a thread.
         """
         _wait_until_gone(leaving)
         try:
@@ -210,7 +213,7 @@ class Group:
         """Wait until all bundles of the placement group have nodes.
 
         Raises:
-            EngineError: the cluster does not give them.
+            EngineError: the cluster does not provide them.
         """
         deadline = time.monotonic() + self._demand.wait
         said = ""
@@ -226,7 +229,7 @@ class Group:
             size = len(set(self._bundles.values()))
             never, does = _autoscaler_plans(self._placement.id.hex())
             missing = what_is_missing(self._wanted, size, nodes, ray.available_resources(), does)
-            if never and not count_fitting(self._wanted, nodes):  # otherwise one may become free
+            if never and not count_fitting(self._wanted, nodes):  # otherwise a node may become free
                 raise EngineError(f"{_NEVER}: {missing}")
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -257,11 +260,11 @@ class Group:
         )
 
     def _come(self, vm: _Vm) -> None:
-        """Start a VM's actor; start it again if Ray notices only now that its node is lost.
+        """Start a VM's actor; start it again if Ray only now notices that its node is lost.
 
         Raises:
-            EngineError: the cluster does not give the VM.
-            RayActorError: it was lost.
+            EngineError: the cluster does not provide the VM.
+            RayActorError: the VM was lost.
         """
         until = time.monotonic() + _UNNOTICED_SECONDS
         while True:
@@ -315,7 +318,7 @@ class Group:
 
 
 class Driver:
-    """Serves one supervisor; ``over``: the supervisor no longer wants anything."""
+    """Serves one supervisor; ``over`` is set when the supervisor needs nothing any more."""
 
     def __init__(self, report: Reporter) -> None:
         self.report = report
@@ -325,7 +328,7 @@ class Driver:
         self.over = threading.Event()
 
     def serve(self) -> None:
-        """Follow the orders on standard input until its end; then give all VMs back."""
+        """Carry out the requests on standard input until its end; then release all VMs."""
         read = msgspec.json.Decoder(Asks)
         for line in sys.stdin.buffer:
             ask = read.decode(line)
@@ -362,7 +365,7 @@ def _connect(address: str, patience: float) -> str:
     host, _, port = address.rpartition(":")  # empty for ``auto``
     while True:
         try:
-            if host:  # try it first, because Ray's own attempt takes a minute, or ends the process
+            if host:  # tried first, because Ray's own attempt takes a minute, or ends the process
                 socket.create_connection((host.strip("[]"), int(port)), _ATTEMPT_SECONDS).close()
             ray.init(address=address, namespace="taas", log_to_driver=False)
             return str(ray.util.get_node_ip_address())
@@ -376,8 +379,8 @@ def _connect(address: str, patience: float) -> str:
 def _why_not(error: Exception) -> ClusterReport:
     """Return the report of an error that kept this process from connecting.
 
-    Ray's own error may say no more than where the cluster is. The first error that led to it says
-    why.
+    Ray's own error may contain nothing except the cluster's address. The first error in the chain
+    has the cause.
     """
     first, *later = reversed([one for one, _ in chain_of(error)])
     for one in (first, *later):
@@ -391,7 +394,7 @@ def _why_not(error: Exception) -> ClusterReport:
 def _watch_head(driver: Driver, head: Any) -> None:
     """End this process when the head is lost.
 
-    A thread runs this, because Ray itself waits for a minute.
+    This runs in a thread, because Ray itself would wait for a minute.
     """
     context = ray.get_runtime_context()
     this_node = ray.NodeID.from_hex(context.get_node_id())
@@ -437,7 +440,7 @@ def main() -> None:
     threading.Thread(target=_watch_head, args=(driver, head), daemon=True).start()
     driver.serve()
     ray.shutdown()
-    os._exit(0)  # threads that wait for lost nodes must not keep it alive
+    os._exit(0)  # threads that wait for lost nodes must not keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A VM of a Ray cluster: the actor that holds its resources and runs its agent.
 
-The class travels to the node by value (``ray_driver`` does that), so that a node without taas can
-say so. Apart from Ray it needs the standard library, and two modules that travel with it.
+The class is sent to the node by value (``ray_driver`` does that), so that a node without taas can
+report this. Apart from Ray, it needs only the standard library and two modules that are sent with
+it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ _START = (
     "import os, sys; os.fork() and os._exit(0); os.setsid()\n"
     "os.execv(sys.executable, [sys.executable, '-m', 'taas.agent'])"
 )
-"""Starts an agent as nobody's child, because Ray kills all of an actor's children at once."""
+"""Starts an agent that is not the actor's child, because Ray kills all children of an actor at
+once.
+"""
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 
 
 def given_gpus() -> list[str]:
-    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that Ray assigned to this process, as named in CUDA_VISIBLE_DEVICES.
 
-    The variable itself does not say it: in an actor without GPUs it is the node's, and Ray may be
-    told not to set it (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
+    The variable itself is not reliable: in an actor without GPUs it has the node's value, and Ray
+    can be told not to set it (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
     """
     import ray
 
@@ -41,17 +44,17 @@ def given_gpus() -> list[str]:
 class VmActor:
     """One VM.
 
-    Its agent ends when the actor does, because its standard input ends then.
+    Its agent ends when the actor ends, because the agent's standard input is closed then.
     """
 
     def __init__(self) -> None:
         self._lifeline = os.pipe()
 
     def serve(self, line: bytes, here: dict[str, str]) -> tuple[str, str]:
-        """Run an agent to its end; return how it ended, and the error's class.
+        """Run an agent to its end; return how it ended, and the name of the error class.
 
-        It is not run if its versions differ from those in ``here``. Facts about the node are added
-        to its configuration.
+        The agent is not run if the versions on the node differ from those in ``here``. Facts about
+        the node are added to the agent's configuration.
         """
         from ray.util import get_node_ip_address
 
@@ -78,7 +81,7 @@ class VmActor:
                 start_new_session=True,
             )
             os.close(signs_of_life)
-            with contextlib.suppress(OSError):  # the VM was given back meanwhile
+            with contextlib.suppress(OSError):  # the VM was released meanwhile
                 os.write(self._lifeline[1], json.dumps(config).encode() + b"\n")
             starter.wait()
             os.read(alive, 1)
@@ -89,5 +92,5 @@ class VmActor:
             return f"ended by itself; its log says: {said}" if said else "ended", "RunLost"
 
     def end(self) -> None:
-        """Let the agent end what it started, and itself; then ``serve`` returns. Call it once."""
+        """Let the agent end its processes and itself; then ``serve`` returns. Call it only once."""
         os.close(self._lifeline[1])

@@ -1,9 +1,9 @@
-"""The engine whose VMs are nodes of Slurm jobs; its driver (slurm_driver) talks to Slurm.
+"""The engine whose VMs are nodes of Slurm jobs; its driver (slurm_driver) communicates with Slurm.
 
-The VMs of a run are one job, and each data VM is a job of its own. ``sbatch --no-kill`` submits the
-job, and in it ``srun --no-kill`` starts one task on each node (slurm_vm); without ``--no-kill`` the
-death of one node would end the job. All this uses Slurm's commands and a job's script: no part of
-Slurm is imported or configured.
+The VMs of a run are one job, and each data VM is a separate job. ``sbatch --no-kill`` submits a
+job, in which ``srun --no-kill`` starts one task on each node (slurm_vm); without ``--no-kill`` the
+death of one node would end the job. All this uses only Slurm's commands and a job script: no part
+of Slurm is imported or configured.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _FORMAT = "%i|%T|%r|%l|%L|%k"
 
 
 class SlurmEngine(DrivenEngine):
-    """VMs that are nodes of Slurm jobs."""
+    """The VMs that are nodes of Slurm jobs."""
 
     driver, kind, cluster = "taas.engines.slurm_driver", "Slurm", "Slurm"
     advice = "`scontrol ping` and `taas engine slurm --check` say more."
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read the options of the request to Slurm, as typed or from ``taas.toml``.
+        """Parse the options of the request to Slurm, as typed or from ``taas.toml``.
 
         Return a line for :func:`settings_of`.
         """
@@ -100,8 +100,9 @@ class Settings(NamedTuple):
     def asked_for(self, demand: Demand) -> list[str]:
         """Return the options of ``sbatch`` for nodes that have what a run needs.
 
-        A VM with GPUs is a whole node, unless its type says otherwise. Without GPUs, or rehearsed,
-        it comes from the partition of CPU nodes, if there is one, with the processors of its type.
+        A VM with GPUs is a whole node, unless its type specifies otherwise. A VM without GPUs, or
+        of a rehearsed run, is in the partition of CPU nodes, if there is one, with the processors
+        of its type.
         """
         said = {name: self.get(name) for name in ("partition", "account", "time")}
         of_type = self.types.get(demand.instance or "", [])
@@ -117,7 +118,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(address: str) -> Settings:
-    """Read the line that ``SlurmEngine.read_address`` has written."""
+    """Parse the line that ``SlurmEngine.read_address`` has written."""
     pairs = [word[2:].partition("=")[::2] for word in shlex.split(address)]
     types = {name: shlex.split(value) for name, value in pairs if name not in _TABLE}
     return Settings({name: value for name, value in pairs if name in _TABLE}, types)
@@ -133,15 +134,15 @@ class JobAgents(msgspec.Struct):
 _OUR_COMMENT = "taas: "
 """Prefix of a comment that a job's nodes wrote; sites and users may comment on jobs themselves."""
 _BUT_ENDS = "grep -Eiv 'task.*: (exited|terminated|killed)|cancelled at|step aborted'"
-"""Removes srun's lines about tasks that end because another one did."""
+"""Removes srun's lines about tasks that end because another one has ended."""
 _LAST_LINES = "tail -n 3 | tr '\\n' ' '"
 
 
 def script(python: str, job: JobAgents) -> str:
     """Return a job's script, from which ``slurm_vm`` reads the job's agents.
 
-    The script has keys. Its owner and Slurm's administrators can read it. The error of a node
-    without an agent becomes the job's comment, so that no shared disk is needed.
+    The script contains keys. Its owner and Slurm's administrators can read it. The error of a node
+    without an agent is stored in the job's comment, so that no shared disk is needed.
     """
     return f"""#!/bin/sh
 said=$(srun --no-kill --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none --input=all \\
@@ -160,7 +161,7 @@ def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> 
     """Run one of Slurm's commands; return its output.
 
     Raises:
-        EngineError: it failed; the text has its output.
+        EngineError: the command failed; the message contains its output.
     """
     try:
         done = subprocess.run(
@@ -175,7 +176,7 @@ def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> 
 
 
 def elapsed(seconds: float) -> str:
-    """Return a length of time in words: ``40 s``, ``4 min``, ``2 h 5 min``."""
+    """Return a duration in words: ``40 s``, ``4 min``, ``2 h 5 min``."""
     minutes = int(seconds // 60)
     if not minutes:
         return f"{seconds:.0f} s"
@@ -200,7 +201,7 @@ class Standing(NamedTuple):
 
     @property
     def error(self) -> str:
-        """Return the class of :mod:`taas.errors` for its end.
+        """Return the name of the class in :mod:`taas.errors` for its end.
 
         EngineError: another start would end in the same way. RunLost: another start may succeed.
         """
@@ -212,7 +213,7 @@ class Standing(NamedTuple):
         return self.state not in (*WAITS, *_GOES_ON)
 
     def why_over(self, job: str) -> str:
-        """Say why it is over, or why Slurm ends it; empty if that is not known."""
+        """Return why it is over, or why Slurm ends it; empty if that is not known."""
         if self.state == "TIMEOUT" or self.reason == "TimeLimit":
             return (
                 f"Slurm ended its job {job} at the time limit ({self.limit}): --time asks for more"
@@ -232,7 +233,7 @@ GONE = Standing("not in the queue any more", "", "", "", "")
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds of a time in Slurm's form, such as ``1-02:03:04`` or ``0:58``.
+    """Return the seconds of a time in Slurm's format, such as ``1-02:03:04`` or ``0:58``.
 
     Any other text is infinite.
     """
@@ -247,7 +248,7 @@ def seconds_of(text: str) -> float:
 
 
 def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
-    """Return the state of jobs, by number; None if Slurm does not answer.
+    """Return the state of jobs, by number; None if Slurm does not reply.
 
     Jobs that Slurm has forgotten are missing.
     """
@@ -265,7 +266,7 @@ def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
 
 
 def read_queue(said: str) -> dict[str, Standing]:
-    """Read the output of ``squeue``: the state of jobs, by number."""
+    """Parse the output of ``squeue``: the state of jobs, by number."""
     bars = _FORMAT.count("|")
     rows = [line.replace("(null)", "").split("|", bars) for line in said.splitlines()]
     # a shorter row is a further line of a job's comment
@@ -274,17 +275,17 @@ def read_queue(said: str) -> dict[str, Standing]:
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the way to another one; raise OSError if there is no way."""
+    """Return this machine's address on the route to another one; raise OSError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, 9))  # nothing is sent
         return str(way.getsockname()[0])
 
 
 def own_address(settings: Settings) -> str:
-    """Return the address under which nodes reach this machine.
+    """Return the address at which nodes reach this machine.
 
     Raises:
-        EngineError: Slurm does not answer, or this machine knows no node.
+        EngineError: Slurm does not reply, or this machine cannot resolve any node.
     """
     if host := settings.get("host"):
         try:

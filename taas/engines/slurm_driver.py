@@ -1,8 +1,8 @@
 """``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver.
 
-It submits jobs, and follows them in the queue. Agents on the nodes (slurm_vm) talk to the
-supervisor, and end when it says so or is gone; a job ends with its last agent. The driver ends when
-its standard input does, and cancels jobs that do not end by themselves.
+The driver submits jobs, and follows them in the queue. Agents on the nodes (slurm_vm) communicate
+with the supervisor, and end when it requests this or is gone; a job ends with its last agent. The
+driver ends when its standard input is closed, and cancels jobs that do not end by themselves.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ _SBATCH = (
     " --ntasks-per-node=1"
 )
 _LOOK_SECONDS, _QUIET_SECONDS = 2.0, 30.0
-"""Seconds between two looks at the queue: while a change is expected, and otherwise."""
+"""Seconds between two checks of the queue: while a change is expected, and otherwise."""
 _BEGIN_SECONDS = 60.0
-"""For that long after a job's begin, news of its agents is expected."""
+"""Time after the begin of a job during which news of its agents is expected, in seconds."""
 _PARTING_SECONDS = 9.0
 _NOTICE_SECONDS = 60.0
-"""A cell is interrupted that long before the time limit, or half the limit if that is shorter."""
+"""A cell is interrupted this many seconds before the time limit, or half the limit before it if
+that is shorter.
+"""
 
 
 class _Job:
@@ -70,7 +72,7 @@ class SlurmDriver:
         self._over_by = self._next_look = float("inf")
 
     def serve(self) -> None:
-        """Follow the orders on standard input until its end; then give all jobs back."""
+        """Carry out the requests on standard input until its end; then release all jobs."""
         while time.monotonic() < self._over_by and (self._jobs or self._over_by == float("inf")):
             until = self._next_look if self._jobs else float("inf")
             sources = [sys.stdin.fileno()] if self._over_by == float("inf") else []
@@ -108,7 +110,7 @@ class SlurmDriver:
         self._next_look = 0.0
 
     def _release(self, numbers: set[int]) -> None:
-        """Stop wanting VMs; cancel a job if none of its VMs is wanted any more.
+        """Release VMs, and cancel a job if none of its VMs is wanted any more.
 
         If the job has begun, its agents first get some time to end.
         """
@@ -131,7 +133,7 @@ class SlurmDriver:
     def _look(self) -> None:
         found = look(job.id for job in self._jobs)
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        if found is None:  # Slurm does not answer: the jobs may be unchanged
+        if found is None:  # Slurm does not reply: the jobs may be unchanged
             return
         for job in [*self._jobs]:
             now = found.get(job.id, GONE)

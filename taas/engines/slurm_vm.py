@@ -1,7 +1,8 @@
 """``python -m taas.engines.slurm_vm``: runs the agent of one node of a Slurm job, to its end.
 
-It is a task of ``srun``. It reads the job's agents from standard input, and runs the one with its
-own number. An error goes to standard error, and ends this process, and with it the job.
+The process is a task of ``srun``. It reads the job's agents from standard input, and runs the agent
+with its own task number. An error is written to standard error, and ends this process and with it
+the job.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 
 
 def _serve(config: AgentConfig, node: str) -> str:
-    """Run the agent to its end; return why it ended unexpectedly, else an empty text.
+    """Run the agent to its end; return why it ended unexpectedly, or else an empty string.
 
     A reason fails the job, so that Slurm frees the node. Otherwise the job would keep an idle node,
-    while a cell that starts again waits for another one.
+    while a cell that starts again waits for another node.
     """
     demand, scratch = config.demand, make_short_folder()
     given = () if demand.rehearse else visible_gpus()[: demand.gpus]
@@ -41,14 +42,15 @@ def _serve(config: AgentConfig, node: str) -> str:
     agent = LocalMachine(msgspec.structs.replace(config, **there))
     wait([agent.fileno()])
     how = agent.how_it_ended()
-    remove_tree(scratch)  # a killed agent has left it
+    remove_tree(scratch)  # a killed agent has left it behind
     return "" if how in ("ended with status 0", "killed by SIGTERM") else f"{node}: its agent {how}"
 
 
 def main() -> None:
     """Compare versions, and run the agent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Slurm sends it to all processes of a job that it ends; this one has to report the agent's end.
+    # Slurm sends it to all processes of a job that it ends; this process has to report the agent's
+    # end.
     signal.signal(signal.SIGTERM, lambda *_: None)
     job = msgspec.json.decode(read_line(sys.stdin.fileno()), type=JobAgents)
     task, node = int(os.environ["SLURM_PROCID"]), os.environ["SLURMD_NODENAME"]

@@ -1,1 +1,1 @@
-"""The cell header: parses its text into a `RunSpec`."""
+"""The ``#pragma taas`` comment of a cell (the *header*): parses its text into a `RunSpec`."""

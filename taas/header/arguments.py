@@ -21,12 +21,12 @@ class Option:
     """A row of a table of options.
 
     Attributes:
-        metavar: how help writes its value; empty for an option without a value.
+        metavar: the placeholder for its value in help texts; empty for an option without a value.
         convert: the kind of its value; None for an option without a value.
-        setting: section and key of ``taas.toml`` that give its default.
-        repeats: it may be given several times; its value is a tuple.
-        delivers: it is for registered loaders only, and so needs ``--cpus``.
-        meant_by: its names in other launchers, and what people type for it.
+        setting: the section and key of ``taas.toml`` that set its default.
+        repeats: whether it may be given several times; its value is a tuple then.
+        delivers: whether it is for registered loaders only, and so needs ``--cpus``.
+        meant_by: its names in other launchers, and other words that people type for it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Option:
 
     @property
     def usage(self) -> str:
-        """The option with its value, as help shows it."""
+        """The option with its value, for help texts."""
         return f"--{self.name} {self.metavar}".rstrip()
 
     @property
@@ -58,7 +58,7 @@ class Option:
 class Line:
     """The words and options of a line.
 
-    An option without a value is True; an option that repeats is a tuple.
+    The value of an option without a value is True; that of an option that repeats is a tuple.
     """
 
     words: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Line:
 
 
 def split_words(text: str) -> list[str]:
-    """Split at blanks outside quotes, as a shell does, up to a ``#`` that starts a word."""
+    """Split at whitespace outside quotes, as a shell does, up to a ``#`` that starts a word."""
     reader = shlex.shlex(text, posix=True)
     reader.whitespace_split, reader.commenters, reader.escape = True, "", ""
     reader.whitespace += "\u00a0"
@@ -83,12 +83,12 @@ def read_line(
     most_words: int = 0,
     elsewhere: Mapping[str, str] | None = None,
 ) -> Line:
-    """Read a line by a table of options; up to ``most_words`` words may stand among them.
+    """Parse a line by a table of options; up to ``most_words`` other words may be among them.
 
-    ``elsewhere`` says what to type instead, by names that people take for options here.
+    ``elsewhere`` maps names that people mistake for options to what to type instead.
 
     Raises:
-        HeaderError: one line: what is wrong, what to type instead, what is allowed.
+        HeaderError: one line: what is wrong, what to type instead, and what is allowed.
     """
     alone: list[str] = []
     given: dict[str, Any] = {}
@@ -110,15 +110,16 @@ def read_line(
 
 
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
-"""The hyphen that begins an option, and the dashes into which editors and web pages turn it."""
+"""The hyphen that begins an option, and the dashes into which editors and web pages convert it."""
 
 
 def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str]) -> str:
-    """Say which option an unknown word was meant to be, or list the options."""
+    """Return which option an unknown word was meant to be, or else list the options."""
     typed, equals, value = word.partition("=")
     name = typed.lstrip(_DASHES).replace("_", "-").lower()
     has_dashes = typed[:1] in tuple(_DASHES) and bool(name)
-    names_one = has_dashes or bool(equals)  # of `gpus=4`, too, the beginning is a name
+    # in `gpus=4`, too, the beginning is the name of an option
+    names_one = has_dashes or bool(equals)
     fact = f"no option {shown(typed)}" if has_dashes else f"{shown(word)} is no option"
     if name in elsewhere and names_one:
         return refusal(fact, elsewhere[name].format(value=shown(value) or "…"))
@@ -134,7 +135,7 @@ def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str
 
 
 def _option_called(name: str, table: Mapping[str, Option], *, also_nearly: bool) -> str | None:
-    """Return the option of this name; ``also_nearly``: or one that people call so."""
+    """Return the option with this name or, if ``also_nearly``, the one that people call so."""
     if name in table:
         return name
     if also_nearly:
@@ -145,9 +146,9 @@ def _option_called(name: str, table: Mapping[str, Option], *, also_nearly: bool)
 
 
 def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone: bool) -> Any:
-    """Read an option's value: the text joined to it by ``=``, else the next word.
+    """Parse an option's value: the text after ``=``, or else the next word.
 
-    ``alone``: the line takes options only, so words after the value were meant for it, too.
+    ``alone``: the line consists of options only, so words after the value were meant for it, too.
     """
     name, kind = option.name, option.convert
     if kind is None:
@@ -171,13 +172,13 @@ def _read_value(option: Option, joined: str | None, waiting: list[str], *, alone
         fact = f"--{name} has no value" if missing else f"--{name} {shown(whole) or repr(whole)}"
         raise HeaderError(_wrong_value(option, fact, kind.near(whole))) from None
     near = kind.near(whole) if beside else None
-    if near and near != value:  # else the words behind it were not meant for it
+    if near and near != value:  # otherwise the words after it were not meant for it
         raise HeaderError(_wrong_value(option, f"--{name} {shown(whole)}", near))
     return result
 
 
 def _refuse_value(name: str, joined: str | None, waiting: list[str], *, alone: bool) -> None:
-    """Raise HeaderError if an option that takes no value was given one."""
+    """Raise HeaderError if an option without a value was given one."""
     instead = f"type --{name}, which takes no value"
     if joined is not None:
         raise HeaderError(refusal(f"--{name}={shown(joined)}", instead))
@@ -188,7 +189,7 @@ def _refuse_value(name: str, joined: str | None, waiting: list[str], *, alone: b
 
 
 def _wrong_value(option: Option, fact: str, near: str | None) -> str:
-    """Say which value was meant, or which values are allowed."""
+    """Return the message about a wrong value: which value was meant, or which are allowed."""
     assert option.convert is not None
     if near:
         return f"{fact}: did you mean --{option.name} {near}? Allowed is {option.convert.allowed}"
@@ -207,13 +208,13 @@ def _wrong_value(option: Option, fact: str, near: str | None) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: what one may type for it, and how to convert that.
+    """A kind of value: the text that may be typed for it, and how it is converted.
 
     Attributes:
         pattern: a regular expression for the whole text.
         allowed, instead: what is allowed, in words, and an example.
-        make: converts a text that matches the pattern; raises ValueError if it is wrong.
-        guess: returns what a wrong text was meant to be; empty if unknown.
+        make: converts a text that matches the pattern; raises ValueError if the text is invalid.
+        guess: returns the text that was probably meant by an invalid one; empty if unknown.
     """
 
     pattern: str
@@ -230,7 +231,7 @@ class Kind:
         return self.make(text)
 
     def near(self, text: str) -> str | None:
-        """Return, as one types it, what a wrong text was surely meant to be; else None."""
+        """Return the text that was surely meant by an invalid one, ready to type; or None."""
         guess = self.guess(text.strip())
         try:
             self(guess)
@@ -262,7 +263,7 @@ _IN_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eig
 
 
 def _number_in(text: str) -> str:
-    """Return the number that a text was meant to be, else an empty text.
+    """Return the number that a text was meant to be, or else an empty string.
 
     Such texts are ``20,480``, ``20k``, ``1e3``, ``8 GPUs`` and ``four``.
     """
@@ -343,7 +344,7 @@ units = Kind(
     _counts,
     _counts_meant,
 )
-"""A number of elements for each loader, or numbers by the loaders' names."""
+"""A number of batches for each loader, or numbers by the names of the loaders."""
 
 
 def ranks(*words: str) -> Kind:
@@ -363,7 +364,7 @@ def ranks(*words: str) -> Kind:
 
 
 def _ranks_meant(text: str) -> str:
-    """Return the ranks that a text was meant to name: ``[0,1]``, ``0:3``, ``0..3``, ``rank 3``."""
+    """Return the ranks that a text was meant to list: ``[0,1]``, ``0:3``, ``0..3``, ``rank 3``."""
     inner = re.sub(r"ranks?|[\[\](){}'\"]", "", text.lower()).strip()
     inner = re.sub(r"\s*(?:-|–|:|\.\.+|to)\s*", "-", inner)
     return re.sub(r"[\s,;]+", ",", inner)
@@ -385,7 +386,7 @@ names = Kind(
     lambda text: () if text == "none" else tuple(dict.fromkeys(text.split(","))),
     lambda text: ",".join(re.findall(r"(?<![\w.])[^\W\d]\w*", text)),
 )
-"""Names of the notebook, or none."""
+"""Names of variables of the notebook, or none."""
 
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 _UNITS |= {
@@ -438,11 +439,11 @@ seconds = Kind(
     _parse_quantity,
     _time_meant,
 )
-"""A length of time above 0, in seconds if it has no unit."""
+"""A duration above 0, in seconds if it has no unit."""
 seconds_or_none = Kind(
     _TIME, "a number of seconds, or a time such as 5min", "300", _parse_quantity, _time_meant
 )
-"""A length of time, which may be 0."""
+"""A duration, which may be 0."""
 size = Kind(
     r"[0-9]{1,15}|[0-9]{1,12}(?:\.[0-9]{1,6})?\s*[KMGT]i?B?",
     'a size: bytes, or "2 GiB", or "500 MB"',
@@ -456,7 +457,7 @@ run_name = Kind(
     "train",
     guess=lambda text: re.sub(r"[^\w.-]+", "-", text).strip(".-")[:60],
 )
-"""A name that one can type after ``%taas logs``."""
+"""A name that can be typed after ``%taas logs``."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _BACKEND = f"(?:{'|'.join(BACKENDS)})"

@@ -1,10 +1,10 @@
-"""The instance types and the settings by which a header is judged.
+"""The instance types and the settings against which a header is checked.
 
-A run asks for VMs of an *instance type*. The built-in types carry DataSphere's names and sizes, so
+A run requests VMs of an *instance type*. The built-in types have DataSphere's names and sizes, so
 that its notebooks mean the same here; ``taas.toml`` adds types and sets defaults
-(:mod:`taas.config` reads it, docs/configuration.md has all keys). A key of an option of the cell
-header takes the values of that option (:mod:`taas.header.options`); the other keys are in a table
-below.
+(:mod:`taas.config` reads it; docs/configuration.md lists all keys). If a key belongs to an option
+of the cell header, it accepts the values of that option (:mod:`taas.header.options`); the other
+keys are in a table below.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from taas.header.options import DEFAULTS, SETTINGS
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """A type of VM: what one has, how many a run may ask for, and how ``sbatch`` gets one."""
+    """A type of VM: its hardware, how many VMs a run may request, and ``sbatch`` options."""
 
     name: str
     vcpus: int
@@ -75,7 +75,7 @@ _SIZED = re.compile(r"(?:([0-9]{1,4})\s*x)?([a-z]+[0-9]+)(?:[^a-z0-9]*x?([0-9]{1
 
 
 DATA_VM = "c1.4"
-"""The type of the VMs that ``--cpus`` asks for."""
+"""The type of the VMs that ``--cpus`` requests."""
 
 
 def _of_slurm(name: str, metavar: str, allowed: str, instead: str) -> Option:
@@ -92,7 +92,7 @@ SLURM_OPTIONS = (
     _of_slurm("host", "ADDRESS", "the address under which nodes reach this machine", "login1"),
     _of_slurm("sbatch", "OPTIONS", "further options of sbatch, in quotes", '"--qos=long"'),
 )
-"""What ``%taas engine slurm`` takes, and ``[engine.slurm]``."""
+"""The options of ``%taas engine slurm``, and the keys of ``[engine.slurm]``."""
 
 
 _KEYS: Mapping[str, tuple[Kind, Any]] = {
@@ -108,7 +108,7 @@ _KEYS: Mapping[str, tuple[Kind, Any]] = {
     ),
     "delivery.buffer": (size, None),
 }
-"""The keys that no option of a header has: what each takes, and what holds without it."""
+"""The keys that do not belong to an option of a header: the kind of value, and the default."""
 
 
 CONVERT = {key: convert for key, (convert, _) in _KEYS.items()} | {
@@ -124,9 +124,10 @@ class Catalog:
     """The instance types, and the settings of ``taas.toml``; ``Catalog()`` has the built-in ones.
 
     Attributes:
-        instances: by name.
-        settings: by section and key, such as ``run.hang_timeout``; only what was said.
-        said_in: the file that says it, by section and key.
+        instances: the instance types by name.
+        settings: the settings by section and key, such as ``run.hang_timeout``; only those that
+            were set.
+        said_in: the file that sets a setting, by section and key.
     """
 
     instances: Mapping[str, InstanceType] = field(default_factory=lambda: BUILT_IN_TYPES)
@@ -134,7 +135,7 @@ class Catalog:
     said_in: Mapping[str, Path] = field(default_factory=dict)
 
     def in_force(self) -> dict[str, Any]:
-        """Return the value of each key, set or default; a header's option goes before it."""
+        """Return the value of each key, set or default; an option in a header overrides it."""
         return {key: self[key] for key in sorted(_DEFAULTS)}
 
     def __getitem__(self, key: str) -> Any:
@@ -144,7 +145,7 @@ class Catalog:
         """Return the type called ``name``, which was typed after ``before``.
 
         Raises:
-            HeaderError: there is none; it names the types, and the nearest one.
+            HeaderError: there is no such type; the message lists the types, or suggests one.
         """
         if name in self.instances:
             return self.instances[name]
@@ -155,9 +156,9 @@ class Catalog:
         raise HeaderError(refusal(fact, answer))
 
     def _meant(self, name: str) -> str | None:
-        """Return the type that a name was meant for, or None.
+        """Return the type that was meant by a name, or None.
 
-        The name may be misspelt, have a size that is not there, or be that of a GPU.
+        The name may be misspelt, have a size that does not exist, or be the name of a GPU.
         """
         name = name.lower()
         if name in self.instances:

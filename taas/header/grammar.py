@@ -7,13 +7,13 @@
     <ordinary cell>
 
 ``find_header`` checks every cell that the user runs: it is quick and never raises. Only blank lines
-and comments may stand above and between the two lines. A line that looks like a header and is not
-one (``#pragma tass``, a header below code) is reported, and never silently taken for a comment
-(`_meant`). ``# pragma taas`` is a header, because formatters insert that space. One switches a
-header off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
+and comments may be above and between the two lines. A line that looks like a header but is not
+valid (``#pragma tass``, a header below code) is reported, and never silently treated as a comment
+(`_meant`). ``# pragma taas`` is a header, because formatters insert that space. A header is
+switched off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
 
-``parse_header`` checks the header, before anything starts, by the option table (`header.options`)
-and the instance types (`header.catalog`).
+``parse_header`` checks the header against the option table (`header.options`) and the instance
+types (`header.catalog`), before anything starts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderText:
-    """A header as it stands in a cell, not yet checked.
+    """The text of a header in a cell, not yet checked.
 
-    It has the text after ``#!`` and ``#pragma taas``, or the reason why it cannot be a header. In a
-    ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed there.
+    It contains the text after ``#!`` and ``#pragma taas``, or the reason why it cannot be a header.
+    In a ``%%taas`` line (``magic``), IPython has already expanded variables, and ``--on`` is
+    allowed.
     """
 
     instance: str | None = None
@@ -46,26 +47,30 @@ class HeaderText:
 
 _PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
 _TYPE = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])+)\s*((?:--|#).*)?")
-"""A type after ``#!``, and options or a comment after it. With other words after the type, the line
+"""A type after ``#!``, and options or a comment after it. If other words follow the type, the line
 is an ordinary comment.
 """
 _TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,:-]\w+)?|.*[{$].*", re.ASCII | re.IGNORECASE)
-"""A text that is meant as a type even without a pragma: it is written like one, or like a GPU:
+"""A text that is meant as a type even without a pragma: it is written like a type, or like a GPU:
 ``g2-8``, ``8xA100``.
 """
 _WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
 """The first two words of a comment, and the rest."""
 NOT_WITH_KEEP = ("background", "max-restarts", "return")
-"""Options by which ranks outlive their notebook, start again, or hold names that it lacks."""
+"""Options by which ranks outlive their notebook, start again, or hold variables that the notebook
+lacks.
+"""
 _AS_MAGIC = re.compile(r"\s*(%+[ \t]*pragma[ \t]*taas\b(.*))", re.IGNORECASE)
-"""A header that is typed as a magic, of which IPython says only that there is none."""
+"""A header that is typed as a magic, for which IPython would only report that there is no such
+magic.
+"""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
 def find_header(cell: str) -> HeaderText | None:
-    """Return the header of a cell, or None for an ordinary cell. It never raises.
+    """Return the header of a cell, or None for an ordinary cell; never raise.
 
-    A cell that begins with a cell magic is ordinary, because its body may be another language,
+    A cell that begins with a cell magic is ordinary, because its body may be in another language,
     unless the magic runs Python: below ``%%time``, a header would otherwise remain a comment.
     """
     if as_magic := _AS_MAGIC.match(cell):
@@ -85,17 +90,20 @@ def find_header(cell: str) -> HeaderText | None:
 
 
 def parse_magic_line(line: str) -> HeaderText:
-    """Return the header that a line ``%%taas --on g2.8 --gpus 16`` stands for."""
+    """Return the header for a line ``%%taas --on g2.8 --gpus 16``."""
     return HeaderText(options=line.strip(), magic=True)
 
 
 def has_code(cell: str) -> bool:
-    """Tell whether a cell has anything except comments."""
+    """Return whether a cell contains anything except comments."""
     return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
 
 
 def _read_top(cell: str) -> tuple[HeaderText, int]:
-    """Read the head of a cell, up to its first line of code; return it and that line's index."""
+    """Parse the head of a cell, up to its first line of code.
+
+    Return the header and the index in the cell at which the code begins.
+    """
     head, at = [], 0
     for line in cell.split("\n"):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -119,7 +127,7 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
 def _out_of_order(
     head: list[str], types: list[re.Match[str]], pragmas: list[re.Match[str]]
 ) -> str | None:
-    """Say what is wrong if a header is not one type alone on its line and one pragma below it."""
+    """Return the error of a header that is not one type on its own line and one pragma below it."""
     beside = [
         meant for line in types if line[2] and (meant := _meant(line[2], headed=True)) is not None
     ]
@@ -134,7 +142,7 @@ def _out_of_order(
 
 
 def _nearly(comment: str, *, headed: bool) -> str | None:
-    """Say why a comment that was surely meant as a pragma is not one; None for others."""
+    """Return the error for a comment that was surely meant as a pragma; None for others."""
     meant = _meant(comment, headed=headed)
     if meant is None:
         return None
@@ -145,9 +153,9 @@ def _nearly(comment: str, *, headed: bool) -> str | None:
 def _meant(comment: str, *, headed: bool = False) -> str | None:
     """Return the options in a comment that was surely meant as a pragma; None for others.
 
-    Such a comment begins with ``pragma taas``, nearly in this spelling, or with one of these words
-    and an option. If an instance type alone ``headed`` the cell, which would then train in one
-    rank, a word or an option is enough.
+    Such a comment begins with ``pragma taas``, or a similar spelling, or with one of these words
+    and an option. If the cell so far has only an instance type (``headed``), so that it would train
+    in one rank, a word or an option is enough.
     """
     words = _WORDS.match(comment)
     assert words is not None
@@ -160,7 +168,7 @@ def _meant(comment: str, *, headed: bool = False) -> str | None:
 
 
 def _find_misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
-    """Return what is wrong with a header below code; lines inside triple quotes do not count."""
+    """Return the error of a header below code; lines inside triple quotes do not count."""
     at, quotes = 0, 0
     for number, line in enumerate(cell.split("\n"), 1):
         comment = line.strip()
@@ -195,7 +203,7 @@ def parse_header(
     ``registered`` are the names of the registered loaders.
 
     Raises:
-        HeaderError: one line: what is wrong, what is allowed, what to type instead.
+        HeaderError: one line: what is wrong, what is allowed, and what to type instead.
     """
     if header.problem is not None:
         raise HeaderError(header.problem)
@@ -218,7 +226,7 @@ def parse_header(
 
 
 def is_setup(header: HeaderText | None) -> bool:
-    """Tell whether a header is ``#pragma taas --setup``.
+    """Return whether a header is ``#pragma taas --setup``.
 
     Such a cell runs in the notebook, and again in each process of a run.
     """
@@ -231,7 +239,7 @@ def is_setup(header: HeaderText | None) -> bool:
 
 
 def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
-    """Refuse other options besides ``--setup``: a setup cell is not a run."""
+    """Reject other options in addition to ``--setup``: a setup cell is not a run."""
     if "setup" not in given:
         return
     others = [f"--{name}" for name in given if name != "setup"] + ([kind.name] if kind else [])
@@ -243,9 +251,9 @@ def _check_setup(given: dict[str, Any], kind: InstanceType | None) -> None:
 def _shape(
     kind: InstanceType | None, given: dict[str, Any], visible: int, before: str
 ) -> dict[str, Any]:
-    """Return the number of VMs, of ranks on each, and of GPUs for each rank.
+    """Return the number of VMs, of ranks on each VM, and of GPUs for each rank.
 
-    ``before`` is the text after which one types an instance type.
+    ``before`` is the text after which an instance type is typed.
     """
     if kind is None:
         if "gpus" not in given:
@@ -269,14 +277,14 @@ def _shape(
 
 
 def _check_keep(given: dict[str, Any]) -> None:
-    """Refuse options that contradict ``--keep``: kept ranks hold their notebook's names."""
+    """Reject options that contradict ``--keep``: kept ranks hold their notebook's variables."""
     for other in NOT_WITH_KEEP:
-        if "keep" in given and given.get(other, 0) != 0:  # --max-restarts 0 asks for nothing
+        if "keep" in given and given.get(other, 0) != 0:  # --max-restarts 0 requests nothing
             raise HeaderError(refusal(f"--keep with --{other}", f"leave --{other} out"))
 
 
 def _check_delivery(given: dict[str, Any], registered: Sequence[str]) -> None:
-    """Refuse options for registered loaders without ``--cpus``, or without a registered loader."""
+    """Reject options for registered loaders without ``--cpus``, or without a registered loader."""
     asked = next((name for name in given if OPTIONS[name].delivers or name == "cpus"), None)
     if asked is not None and not registered:
         fact = f"--{asked}, and no DataLoader is registered"

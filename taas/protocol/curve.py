@@ -26,7 +26,7 @@ LONGEST_BASE = 45
 """The folder contains the folders of agents, and these contain multiprocessing's:
 ``taas-…/agent-12/pymp-…/listener-…``.
 """
-_INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108 a private folder is made there
+_INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108  a private folder is made there
 
 Socket = zmq.Socket[Any]
 

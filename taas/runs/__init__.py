@@ -1,1 +1,1 @@
-"""The folder of a run (its record, output and answer), and the code that reads it."""
+"""The folder of a run (its record, its output and rank 0's variables), and the code to read it."""

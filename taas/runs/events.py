@@ -1,16 +1,17 @@
 """The files with a rank's output and displays, and how they are read in order.
 
 A rank appends records to its event file and never waits for a reader (rank/outlet.py). Each record
-has the sizes of the rank's C-level stdout and stderr files at the time when it was written, so that
-a reader can put both kinds of output into one order. A record is written with one write(2) to a
-file opened for appending: records of forked children do not mix, and of a killed rank at most the
-last one is torn.
+contains the sizes of the rank's C-level stdout and stderr files at the time when the record was
+written, so that a reader can merge both kinds of output into one sequence. A record is written with
+a single write(2) to a file opened for appending: records of forked children do not mix, and if a
+rank is killed, at most its last record is incomplete.
 
-A record is a header, ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file);
-the body, which is UTF-8 text of bounded size for streams (kinds 0 and 1), else MessagePack; and
-``<I``, the bytes of all three. By this length a reader of the last lines goes back from the end of
-the file, record by record. A reader from the beginning sees by it that these are records: if a
-length is not the one that the header says, the file is damaged, or of another version of taas.
+A record consists of a header, ``<BIQQ`` (kind, size of the body, size of the stdout file, size of
+the stderr file); the body, which is UTF-8 text of bounded size for streams (kinds 0 and 1), and
+MessagePack otherwise; and ``<I``, the size of all three parts. With this trailing size, a reader of
+the last lines can go back from the end of the file, record by record. A reader from the beginning
+uses it as a check: if the size differs from the one that follows from the header, the file is
+damaged, or was written by another version of taas.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from taas.base.wording import size_in_words
 
 _HEADER = struct.Struct("<BIQQ")
 _LENGTH = struct.Struct("<I")
-_AROUND = _HEADER.size + _LENGTH.size  # bytes of a record beside its body
+_AROUND = _HEADER.size + _LENGTH.size  # size of a record without its body, in bytes
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
 COLLECTED = (
     "collected"  # beside these: values that the header asked for (capture/moves/collected.py)
 )
-LARGEST_DISPLAY = 48 << 20  # bytes; larger ones do not fit well into a notebook
-LARGEST_TEXT = 1 << 16  # bytes of a stream in one record, at most
+LARGEST_DISPLAY = 48 << 20  # in bytes; larger displays do not fit well into a notebook
+LARGEST_TEXT = 1 << 16  # maximum size of stream text in one record, in bytes
 _BLOCK = 1 << 18
 _LAST_BYTES = 1 << 13, 1 << 20
-"""The last lines of a rank are searched for in so many bytes at the end of its files, or, before a
-large display, in so many.
+"""Sizes of the blocks at the end of a rank's files in which the last lines are searched for; the
+second, larger one is used if there is a large display.
 """
 
 
@@ -54,10 +55,12 @@ class Output(NamedTuple):
     """Consecutive output of one rank.
 
     Attributes:
-        kind: one of :data:`KINDS`, or ``note`` for what taas says of the run between two outputs.
-        text: for the streams and notes.
-        body: for the others, the arguments of IPython's publisher, in MessagePack; for ``comm``,
-            those of a widget's message to the front end (:mod:`taas.notebook.view.comms`).
+        kind: one of :data:`KINDS`, or ``note`` for a message from taas about the run, between two
+            outputs.
+        text: the text of streams and notes.
+        body: for the other kinds, the arguments of IPython's publisher, in MessagePack; for
+            ``comm``, those of a widget's message to the front end
+            (:mod:`taas.notebook.view.comms`).
     """
 
     rank: int
@@ -70,9 +73,9 @@ read_arguments = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 def plain_form(kind: str, arguments: dict[str, Any]) -> str:
-    """Return the lines that stand for a display or an error; empty if it has no text form.
+    """Return the text form of a display or an error; empty if it has none.
 
-    It is given with the arguments of IPython's publisher.
+    ``arguments`` are the arguments of IPython's publisher.
     """
     if kind == "error":
         return "\n".join(arguments["traceback"]) + "\n"
@@ -88,20 +91,20 @@ def size_of(file: Path) -> int:
 
 
 class _Header(NamedTuple):
-    """The beginning of a record."""
+    """The header of a record."""
 
     kind: int
-    length: int  # bytes of the body
+    length: int  # size of the body in bytes
     stdout: int  # size of the rank's C-level stdout when the record was written
-    stderr: int  # and of its C-level stderr
+    stderr: int  # the same for its C-level stderr
 
     @property
     def size(self) -> int:
-        """Return the bytes of the whole record."""
+        """Return the size of the whole record in bytes."""
         return _AROUND + self.length
 
     def fits(self, length: int) -> bool:
-        """Return whether this is a header, and ``length`` what the end of its record says."""
+        """Return whether this is a valid header, and matches the size at the end of its record."""
         return length == self.size and self.kind < len(KINDS)
 
 
@@ -110,13 +113,13 @@ def _header_at(block: bytes, at: int) -> _Header:
 
 
 def _length_before(block: bytes, end: int) -> int:
-    """Return what the record that ends there says of its length."""
+    """Return the size at the end of the record that ends at ``end``."""
     length: int = _LENGTH.unpack_from(block, end - _LENGTH.size)[0]
     return length
 
 
 class _TextSource(IntEnum):
-    """Who wrote a text; each source may end its last text within a character."""
+    """The writer of a text; each source may end its latest text in the middle of a character."""
 
     PYTHON_STDOUT = 0
     PYTHON_STDERR = 1
@@ -125,7 +128,7 @@ class _TextSource(IntEnum):
 
     @property
     def kind(self) -> str:
-        """Return the kind of its output."""
+        """Return the kind of output that this source writes."""
         return KINDS[self % 2]
 
 
@@ -136,14 +139,14 @@ _OF_RECORDS = (
 
 
 class _Outputs:
-    """Outputs in order; neighbouring texts of one kind are joined."""
+    """Outputs in order; adjacent texts of one kind are joined."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in _TextSource]
         self._source = _TextSource.PYTHON_STDOUT
-        self._bodies: list[bytes] = []  # of this source, not decoded yet
-        self._texts: list[str] = []  # of this source's kind, before these
+        self._bodies: list[bytes] = []  # texts of this source that are not decoded yet
+        self._texts: list[str] = []  # earlier texts of the same kind
         self._found: list[Output] = []
 
     def add_text(self, source: _TextSource, body: bytes) -> None:
@@ -161,7 +164,7 @@ class _Outputs:
         self._found.append(Output(self._rank, KINDS[kind], body=body))
 
     def take(self) -> list[Output]:
-        """Return what was added since the last call; a character that is not whole waits."""
+        """Return the outputs since the last call, except an incomplete character at the end."""
         self._end_text()
         found, self._found = self._found, []
         return found
@@ -180,7 +183,7 @@ class _Outputs:
 
 
 class _Growing:
-    """A growing file that is read from where the last read ended."""
+    """A growing file that is read from the position at which the last read ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -190,7 +193,7 @@ class _Growing:
         return size_of(self.path)
 
     def peek(self, count: int, ahead: int = 0) -> bytes:
-        """Return up to ``count`` bytes, leaving them unread."""
+        """Return up to ``count`` bytes without consuming them."""
         if self.size() <= self.offset:
             return b""
         with self.path.open("rb", buffering=0) as file:
@@ -200,8 +203,8 @@ class _Growing:
 class RankEvents:
     """The output of one rank as one sequence.
 
-    It is a merge of three files: before each record comes what C code had written until then, as
-    the record's header says, and after the last record what C code has written since.
+    Three files are merged: each record is preceded by the output of C code up to the sizes in the
+    record's header, and the last record is followed by the output of C code since then.
     """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
@@ -211,38 +214,39 @@ class RankEvents:
         self._damaged = False  # the event file cannot be read beyond its offset
 
     def read(self) -> list[Output]:
-        """Return what was written since the last call, at most a block or a display.
+        """Return what was written since the last call, at most one block or one display.
 
-        Neighbouring texts are joined.
+        Adjacent texts are joined.
         """
         while True:
             before = self._position
             self._read_block()
             found = self._outputs.take()
             if found or self._position == before:
-                return found  # else it was only a part of a character
+                return found  # otherwise it was only a part of a character
 
     @property
     def _position(self) -> tuple[int, ...]:
         return self._events.offset, *(file.offset for file in self._c_files)
 
     def _read_block(self) -> None:
-        """Take the next records, and what C code wrote before each, some 256 KiB in all."""
-        # The order matters: with these sizes taken first, the events that are read after them
-        # include all that the rank printed before it wrote this to the C files.
+        """Process the next records, each after the C code's output before it; about 256 KiB."""
+        # The order matters: since these sizes are determined first, the events that are read
+        # afterwards include everything that the rank printed before it wrote that output to the C
+        # files.
         c_sizes = self._c_files[0].size(), self._c_files[1].size()
         block = b"" if self._damaged else self._events.peek(_BLOCK)
-        at = 0  # in the block, where the next record begins
-        left = _BLOCK  # so many bytes are still taken, of all three files together
+        at = 0  # the offset of the next record in the block
+        left = _BLOCK  # remaining number of bytes to read, for all three files together
         while left > 0 and len(block) - at >= _HEADER.size:
             header = _header_at(block, at)
             left -= self._take_c_output((header.stdout, header.stderr), left)
             if left <= 0:
-                break  # the rest of it comes before the record, with the next block
+                break  # the rest of this output precedes the record, and comes with the next block
             end = at + header.size
             if end > len(block):
-                # It is larger than a block, or not there as a whole: it is being written, or sent
-                # from another host, or the rank was killed while it wrote.
+                # The record is larger than a block, or incomplete: it is being written, or is being
+                # sent from another host, or the rank was killed while it wrote the record.
                 if at == 0:
                     self._take_large(header)
                 break
@@ -264,7 +268,7 @@ class RankEvents:
             self._outputs.add_display(kind, body)
 
     def _take_large(self, header: _Header) -> None:
-        """Take the record at the offset, which no block holds, once it is there as a whole."""
+        """Process the record at the offset, which is larger than a block, once it is complete."""
         if self._events.size() < self._events.offset + header.size:
             return
         length = self._events.peek(_LENGTH.size, header.size - _LENGTH.size)
@@ -281,9 +285,9 @@ class RankEvents:
         self._events.offset += header.size
 
     def _take_c_output(self, sizes: tuple[int, int], limit: int) -> int:
-        """Take what C code has written, until its files are read up to these sizes.
+        """Process output of C code, until its files have been read up to these sizes.
 
-        Returns how many bytes were taken, about ``limit`` at most.
+        Return the number of bytes that were read, at most about ``limit``.
         """
         taken = 0
         sources = _TextSource.C_STDOUT, _TextSource.C_STDERR
@@ -298,7 +302,7 @@ class RankEvents:
         return taken
 
     def _give_up(self, offset: int) -> None:
-        """No record begins at this offset: read what C code wrote, and no more of the events."""
+        """Stop reading events, as no record begins at this offset; read only output of C code."""
         self._damaged = True
         self._say(
             f"the rest of what this rank printed cannot be read: {self._events.path} has no record"
@@ -312,8 +316,9 @@ class RankEvents:
     def skip(self) -> bool:
         """Skip everything except the last output; return whether that was found.
 
-        It is not found if the file does not end with a whole record: the record is just being
-        written, or sent from another host, or the rank was killed while it wrote.
+        It is not found if the file does not end with a complete record: the record is just being
+        written, or is being sent from another host, or the rank was killed while it wrote the
+        record.
         """
         whole = self._events.size()
         c_sizes = [file.size() for file in self._c_files]
@@ -336,15 +341,15 @@ class RankEvents:
 
 
 def _first_record(block: bytes) -> int | None:
-    """Return where the first whole record of a file's last block begins.
+    """Return the offset of the first complete record in the last block of a file.
 
-    That is 0 in an empty block; None means that there is none.
+    Return 0 for an empty block, and None if there is no complete record.
     """
     at = len(block)
     while at >= _AROUND:
         length = _length_before(block, at)
         if not _AROUND <= length <= at:
-            break  # the record begins before the block, or these bytes are no length
+            break  # the record begins before the block, or these bytes are not a size
         if not _header_at(block, at - length).fits(length):
             break
         at -= length
@@ -354,9 +359,9 @@ def _first_record(block: bytes) -> int | None:
 def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] | None:
     """Return the last lines in a rank's folder, and the last display among them.
 
-    The lines are as a terminal shows them; the display is keyed by MIME type.
+    The lines look as in a terminal; the display is a dictionary by MIME type.
 
-    Returns None while they cannot be found.
+    Return None while they cannot be found.
     """
     events, text, drawn = RankEvents(folder), "", dict[str, Any]()
     if not events.skip():

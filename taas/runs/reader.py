@@ -1,7 +1,7 @@
-"""Reads everything that is known of a run from its folder (runs/records.py).
+"""Read everything about a run from its folder (runs/records.py).
 
-The launching cell, ``attach``, ``logs`` and the command line use this reader, each with another
-screen. It needs no supervisor and blocks nothing; output that it has not read waits in the files.
+The launching cell, ``attach``, ``logs`` and the command line use this reader, each with its own
+display. The reader needs no supervisor, and no rank waits for it; unread output stays in the files.
 ``finish`` raises the run's error in its cell.
 """
 
@@ -18,9 +18,10 @@ from taas.protocol.records import RunRecord, output_folder
 from taas.runs.events import Output, RankEvents
 from taas.runs.records import read_record
 
-POLL_SECONDS = 0.015  # between two looks for new output
-LOOK_SECONDS = 0.1  # between two looks at the record
-_LAST_CHARACTERS = 1000  # of a rank's unseen output are shown when it asks something
+POLL_SECONDS = 0.015  # between two checks for new output
+LOOK_SECONDS = 0.1  # between two checks of the record
+# length of a rank's unseen output that is shown when the rank asks a question
+_LAST_CHARACTERS = 1000
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -28,8 +29,8 @@ class RunReader:
     """Reads one run: its current record, and the output of its ranks over all its starts, once.
 
     Args:
-        record: the run, as it was when it was found.
-        ranks: the ranks whose output is read; None: those that the run shows.
+        record: the record of the run, as it was when it was found.
+        ranks: the ranks whose output is read; None for those that the run shows.
     """
 
     def __init__(self, record: RunRecord, ranks: Iterable[int] | None = None) -> None:
@@ -47,7 +48,7 @@ class RunReader:
             self._files[rank] = RankEvents(self._output / str(rank), rank)
 
     def include(self, rank: int) -> list[Output]:
-        """Read this rank's output, too, because it asks something.
+        """Read this rank's output, too, because the rank asks a question.
 
         Return the last part of its earlier output.
         """
@@ -64,16 +65,16 @@ class RunReader:
     def over(self) -> bool:
         """Return whether the run is over, as far as is known.
 
-        If it is, :meth:`read` returns all that is left.
+        If it is, :meth:`read` returns all remaining output.
         """
         return self.removed or not self.record.live
 
     def wait(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until it is time to look for new output."""
+        """Wait at most ``seconds``, until it is time to check for new output."""
         time.sleep(min(seconds, POLL_SECONDS))
 
     def look(self, *, at_once: bool = False) -> RunRecord:
-        """Read the record if it may have changed, or always if ``at_once``."""
+        """Read the record if it may have changed, or in any case if ``at_once``."""
         if not self._told and (at_once or time.monotonic() >= self._look_at):
             self._look_at = time.monotonic() + LOOK_SECONDS
             record = read_record(self._folder)
@@ -82,15 +83,15 @@ class RunReader:
         return self.record
 
     def read(self) -> list[Output]:
-        """Return the next output, at most some hundred KiB; nothing if there is no more for now.
+        """Return the next output, at most some hundred KiB; nothing if there is none at present.
 
-        Each start of the run is read to its end before the next one, which the record has
-        announced.
+        Each start of the run is read to its end before the next start, which the record announces.
         """
         while True:
             for rank, file in list(self._files.items()):
                 if found := file.read():
-                    self._files[rank] = self._files.pop(rank)  # the others have their turn first
+                    # the other ranks have their turn first
+                    self._files[rank] = self._files.pop(rank)
                     return found
             if self._start >= self.record.restarts:
                 return []
@@ -99,11 +100,11 @@ class RunReader:
                 return [Output(0, "note", note)]
 
     def end(self, record: RunRecord) -> None:
-        """Take the last record from the supervisor; after a full disk the folder may lack it."""
+        """Take the last record from the supervisor: on a full disk, the folder may lack it."""
         self.record, self._told = record, True
 
     def skip(self) -> bool:
-        """Leave unread output in the files; return whether it was still being read."""
+        """Leave unread output in the files; return whether output was still being read."""
         wanted = bool(self._files)
         self._files, self._start = {}, self.record.restarts
         return wanted
@@ -127,9 +128,9 @@ def finish(record: RunRecord) -> None:
 
 
 def build_interrupt(fact: str) -> KeyboardInterrupt:
-    """Build a KeyboardInterrupt that IPython shows as one line.
+    """Build a KeyboardInterrupt that IPython displays as one line.
 
-    The kernel's own position says nothing about the run.
+    The kernel's own traceback contains nothing about the run.
     """
     error = KeyboardInterrupt(fact)
     vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {fact}"]
@@ -137,7 +138,7 @@ def build_interrupt(fact: str) -> KeyboardInterrupt:
 
 
 def _others_in_words(record: RunRecord) -> str:
-    """Say what happened to the other ranks after one had failed."""
+    """Describe what happened to the other ranks after one had failed."""
     said = ""
     if record.waited:
         all_others = record.waited == record.cell.spec.world_size - 1
@@ -150,7 +151,7 @@ def _others_in_words(record: RunRecord) -> str:
 
 
 def build_cell_failed(record: RunRecord) -> CellFailed:
-    """Build the error that shows the failing rank's own traceback."""
+    """Build the error that displays the failing rank's own traceback."""
     first = record.first
     assert first is not None
     raised = f"raised {first.etype}: {first.message}"

@@ -3,19 +3,19 @@
 ::
 
     <jupyter runtime dir>/taas/runs/<name>-<id>/      0700
-        record.json     RunRecord, replaced as a whole whenever it changes
-        <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
-        data.log        what the data processes printed; likewise below restart-<n>/
+        record.json     RunRecord, replaced as a whole at each change
+        <rank>/         output of the rank (runs/events.py); in restart-<n>/ after a restart
+        data.log        output of the data processes; in restart-<n>/ after a restart
         writes/         project files that ranks other than 0 wrote (project/wall/rescued.py)
-        reserve         room on the disk for the last record, until that is written
-        payload         the names that the cell was given,
-        answer          rank 0's names,
-        loaders         states of registered loaders: these three of background runs, for `attach`
+        reserve         reserves disk space for the last record, until that is written
+        payload         the variables sent to the ranks; of foreground runs, up to 64 MiB
+        answer          rank 0's variables; only of background runs, for `attach`
+        loaders         states of registered loaders; only of background runs, for `attach`
 
-Each file has one writer: the run's supervisor writes the record, and each rank its output, which is
-mirrored here from other hosts. All other processes read (runs/reader.py): the launching cell,
-``status``, ``history``, ``logs`` and ``attach`` need no supervisor. Old runs are removed to make
-room for new ones.
+Each file has one writer: the run's supervisor writes the record, and each rank its output. Output
+from other hosts is mirrored here. All other processes only read (runs/reader.py): the launching
+cell, ``status``, ``history``, ``logs`` and ``attach`` need no supervisor. Old runs are removed to
+make space for new ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MADE_NAME = re.compile(r"r(\d+)-[0-9a-f]{6}")
 def new_folder(name: str | None) -> tuple[str, str]:
     """Make the folder of a new run; return its name and id.
 
-    The default name is the next number after those of all kept runs.
+    The default name is the next number after those of all remaining runs.
     """
     root = runs_root()
     if name is None:
@@ -71,22 +71,22 @@ def write_record(record: RunRecord) -> None:
     """Replace a run's record.
 
     Raises:
-        OSError: for example, the disk is full.
+        OSError: for example, because the disk is full.
     """
     write_private(record.folder / _RECORD, msgspec.json.encode(record))
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Read a run's record; return None if there is none, or it cannot be read.
+    """Read a run's record; return None if there is none, or if it cannot be read.
 
-    A run whose supervisor has died counts as lost with it; the supervisor could not record that.
+    A run whose supervisor has died counts as lost: the supervisor could not record this itself.
     """
     path = folder / _RECORD
     try:
         file = path.stat()
         record = copy(_decode(path, file.st_ino, file.st_mtime_ns, file.st_size))
         if record.live and not record.supervisor.lives:
-            # it may have ended at this moment
+            # it may have ended at this very moment
             record = _read(path.read_bytes())
     except (OSError, Unreadable):  # removed meanwhile, or written by another version of taas
         return None
@@ -109,7 +109,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 @lru_cache(maxsize=1024)
 def _decode(path: Path, *_: int) -> RunRecord:
-    """Decode a record, once for each file that replaced it."""
+    """Decode a record, once for each version of the file."""
     record: RunRecord = _read(path.read_bytes())
     return record
 
@@ -133,8 +133,8 @@ def of_notebook(
 ) -> list[RunRecord]:
     """Return the runs of a notebook: those of its kernel, its path, or its earlier kernels.
 
-    If front ends do not tell their notebooks' paths, and its kernel has no runs, return the runs of
-    its project that may be its own, because their kernels are gone.
+    If front ends do not provide the paths of notebooks, and the notebook's kernel has no runs,
+    return the runs of its project whose kernels are gone, as these may be its own.
     """
     mine, perhaps = list[RunRecord](), list[RunRecord]()
     for record in records:
@@ -156,14 +156,14 @@ def find_run(
 ) -> RunRecord:
     """Find the run that a person means by a name.
 
-    This notebook's runs (``own``) come before others; of these, one that goes on comes first, then
-    the newest.
+    This notebook's runs (``own``) come before others; among these, a run that has not ended comes
+    first, then the newest.
 
-    ``name`` is the run's name, or its name and id, as typed; None: any run. ``live``: the run has
-    to be going on.
+    ``name`` is the run's name, or its name and id, as typed; None for any run. ``live`` requires
+    that the run has not ended.
 
     Raises:
-        HeaderError: there is none, or it is over.
+        HeaderError: there is no such run, or it is over.
     """
     fitting = _find_named(name, records)
     best = max(own(fitting) or fitting, key=lambda record: (record.live, record.submitted))
@@ -190,9 +190,9 @@ def _find_named(name: str | None, everything: list[RunRecord]) -> list[RunRecord
 def make_room(
     runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None
 ) -> list[RunRecord]:
-    """Remove old runs until at most ``runs``, with ``nbytes``, are left; return the removed ones.
+    """Remove old runs until at most ``runs`` with ``nbytes`` are left; return the removed ones.
 
-    Runs of the last day stay, and the newest one.
+    Runs of the last day are kept, and so is the newest run.
     """
     now = time.time() if now is None else now
     ended = [record for record in read_records() if not record.live and not record.may_go_on]
@@ -212,11 +212,11 @@ def make_room(
 
 
 def _size_of(folder: Path) -> int:
-    """Return the bytes that a folder takes on the disk; entries may disappear meanwhile."""
+    """Return the disk usage of a folder in bytes; entries may disappear meanwhile."""
     total, waiting = 0, [str(folder)]
     while waiting:
-        # Folders of a cell may be nested thousands deep, so this is a loop and does not call
-        # itself.
+        # The folders of a cell may be nested thousands of levels deep, so this is a loop, not a
+        # recursion.
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -229,7 +229,7 @@ def _size_of(folder: Path) -> int:
 def keep(record: RunRecord, name: str, source: int | bytes) -> None:
     """Write a memory file, or bytes, into a run's folder, or raise OSError.
 
-    The file is complete once it is there.
+    The file appears only when it is complete.
     """
     content: bytes | mmap.mmap = b"" if isinstance(source, int) else source
     if isinstance(source, int) and os.fstat(source).st_size:
@@ -242,13 +242,13 @@ def open_kept(record: RunRecord, name: str) -> int:
     """Return a descriptor of a file that a run left.
 
     Raises:
-        DamagedAnswer: the file was cut off.
+        DamagedAnswer: the file was truncated.
         FileNotFoundError: it was removed.
     """
     path = record.folder / name
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     wanted, nbytes = record.files.get(name), os.fstat(fd).st_size
-    if wanted in (None, nbytes):  # None: an earlier release left it
+    if wanted in (None, nbytes):  # None: an earlier version of taas left it
         return fd
     os.close(fd)
     raise DamagedAnswer(

@@ -1,10 +1,10 @@
-"""Where ranks are in their code: each writes its stacks on request; equal ones are shown together.
+"""The positions of ranks in their code: ranks write their stacks; equal stacks are shown together.
 
-A rank writes them even while C code holds the GIL, and when a fatal signal ends it: faulthandler's
-signal handler writes all threads' frames without running any Python
+A rank writes its stacks on request, even while C code holds the GIL, and when a fatal signal ends
+it: faulthandler's signal handler writes the frames of all threads without running any Python code
 (https://docs.python.org/3/library/faulthandler.html#faulthandler.register). The file begins with a
 line of JSON, the :class:`Preface`; each dump is appended. System calls continue after the signal,
-except those that the system never restarts (signal(7)). Python restarts these itself; in C code a
+except those that the system never restarts (signal(7)). Python restarts these itself; in C code, a
 ``sleep()`` returns early.
 """
 
@@ -48,11 +48,11 @@ def is_collective(frames: Sequence[Frame]) -> str | None:
 def fold(
     seen: Iterable[RankSeen], *, cell: str, execution_count: int, ended: Iterable[int] = ()
 ) -> tuple[StackGroup, ...]:
-    """Group the ranks at the same place, and those that have ended the cell.
+    """Group the ranks that are at the same position, and those that have ended the cell.
 
     The groups are in the order of their ranks.
 
-    If there are several groups, all except the largest are odd; if two are equally large, the one
+    If there are several groups, all except the largest are odd. If two are equally large, the group
     whose ranks wait in a collective is not odd.
     """
     seen = list(seen)
@@ -129,10 +129,10 @@ class _Source:
 
 
 class Preface(msgspec.Struct, frozen=True):
-    """How to read the dumps.
+    """The data needed to read the dumps.
 
-    It has the main thread's identifier, and n of ``In[n]`` for the file names of earlier cells'
-    frames.
+    These are the main thread's identifier and, by file name, the number n of ``In[n]`` for frames
+    of earlier cells.
     """
 
     main_thread: int
@@ -140,9 +140,9 @@ class Preface(msgspec.Struct, frozen=True):
 
 
 def answer_requests(folder: Path, cells: dict[str, int]) -> None:
-    """Write this process's stacks into the folder at each signal, and at a fatal one.
+    """Write this process's stacks into the folder at each request, and at a fatal signal.
 
-    From then on, an earlier folder gets none.
+    Nothing more is written into the folder of an earlier call.
     """
     global _fd, _folder
     _folder = folder
@@ -151,14 +151,14 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
     preface = Preface(threading.main_thread().ident or 0, cells)
-    # on a full disk the cell runs all the same, and it stays unknown where this rank is
+    # if the disk is full, the cell still runs, but the position of this rank remains unknown
     with contextlib.suppress(OSError):
-        os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on it may be asked
+        os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on the rank may be asked
     if before >= 0:
         os.close(before)
 
 
 def note_collective(what: str) -> None:
     """Record the collective in which this process waits, for the agent that asked."""
-    with contextlib.suppress(OSError):  # a full disk
+    with contextlib.suppress(OSError):  # the disk is full
         (_folder / COLLECTIVE).write_text(what)

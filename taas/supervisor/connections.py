@@ -160,7 +160,7 @@ class Visit(Wire):
 
     def __init__(self, connection: Connection) -> None:
         path = connection.endpoint.removeprefix("ipc://")
-        if not os.path.exists(path):  # noqa: PTH110 also False if the folder may not be entered
+        if not os.path.exists(path):  # noqa: PTH110  also False if the folder may not be entered
             raise EngineError(
                 f"the supervisor (process {connection.supervisor.pid}) listens at {path}, which is"
                 " not there for this process: it sees another /tmp (systemd's PrivateTmp, a"

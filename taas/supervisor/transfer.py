@@ -247,7 +247,7 @@ class ProjectSync:
         if self._token is None:
             self._content = secrets.token_bytes(32)
             with contextlib.suppress(OSError):
-                self._token = tempfile.NamedTemporaryFile(  # noqa: SIM115 closed by `all_started`
+                self._token = tempfile.NamedTemporaryFile(  # noqa: SIM115  closed by `all_started`
                     dir=self._project, prefix=".taas-disk-"
                 )
                 self._token.write(self._content)
