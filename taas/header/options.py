@@ -88,123 +88,70 @@ class RunSpec:
     ranks_per_vm: int = 1
     gpus_per_rank: int = 1
     # A row: what the option does; the name and the kind of its value; the default.
+    # fmt: off
     data_vms: int = _row(
         "c1.4 VMs on which each registered DataLoader runs",
-        "1..8",
-        whole(1, 8),
-        0,
-        option="cpus",
-        meant_by=("num-workers", "workers", "data-vms"),
-    )
+        "1..8", whole(1, 8), 0, option="cpus",
+        meant_by=("num-workers", "workers", "data-vms"))
     units: int | dict[str, int] | None = _row(  # noqa: RUF009  a field, as the others are
         "elements taken from each registered loader in all",
-        "K|NAME=K,…",
-        units,
-        None,
-        delivers=True,
-    )
+        "K|NAME=K,…", units, None, delivers=True)
     name: str | None = _row(
         "what the run is called in %taas status, logs and stop",
-        "NAME",
-        run_name,
-        None,
-        meant_by=("job-name", "run-name"),
-    )
+        "NAME", run_name, None,
+        meant_by=("job-name", "run-name"))
     background: bool = _row(
         "give the prompt back at once; %taas attach brings the results",
-        "",
-        None,
-        False,
-        meant_by=("b", "bg", "d", "detach", "daemon", "async"),
-    )
+        "", None, False,
+        meant_by=("b", "bg", "d", "detach", "daemon", "async"))
     rehearse: bool = _row(
         "CPU ranks in place of GPUs, also where there are GPUs",
-        "",
-        None,
-        False,
-        meant_by=("dry-run", "no-gpu", "no-gpus", "no-cuda", "cpu-only", "simulate"),
-    )
+        "", None, False,
+        meant_by=("dry-run", "no-gpu", "no-gpus", "no-cuda", "cpu-only", "simulate"))
     backend: str | None = _row(
         "torch.distributed backend in place of the one the cell asks for",
-        "|".join(BACKENDS),
-        backend,
-        None,
-    )
+        "|".join(BACKENDS), backend, None)
     max_restarts: int = _row(
         "start again up to R times when a rank or VM is lost",
-        "R",
-        whole(0, 100),
-        0,
-        setting="run.max_restarts",
-        meant_by=("restarts", "retries", "retry"),
-    )
+        "R", whole(0, 100), 0, setting="run.max_restarts",
+        meant_by=("restarts", "retries", "retry"))
     hang_timeout: float = _row(
         "seconds (or 5min) without progress after which the cell shows the stacks",
-        "S",
-        seconds,
-        300.0,
-        setting="run.hang_timeout",
-        meant_by=("timeout",),
-    )
+        "S", seconds, 300.0, setting="run.hang_timeout",
+        meant_by=("timeout",))
     output: Literal["0", "all", "none"] | tuple[int, ...] = _row(
         "ranks whose output the cell shows, such as 0,3-5",
-        "0|all|none|LIST",
-        ranks("0", "all", "none"),
-        "0",
-        setting="run.output",
-        meant_by=("o", "log", "logs", "stdout", "verbose", "show"),
-    )
+        "0|all|none|LIST", ranks("0", "all", "none"), "0", setting="run.output",
+        meant_by=("o", "log", "logs", "stdout", "verbose", "show"))
     returned: tuple[str, ...] | None = _row(
         "names that come back; all new and changed ones if not given",
-        "NAME,…|none",
-        names,
-        None,
-        option="return",
-    )
+        "NAME,…|none", names, None, option="return")
     collect: tuple[str, ...] = _row(
-        "names of which taas.collected has every rank's value", "NAME,…", names, ()
-    )
+        "names of which taas.collected has every rank's value",
+        "NAME,…", names, ())
     rank_writes: Literal["discard", "deny"] = _row(
         "writes of ranks other than 0",
-        "discard|deny",
-        choice("discard", "deny"),
-        "discard",
-        setting="storage.rank_writes",
-    )
+        "discard|deny", choice("discard", "deny"), "discard", setting="storage.rank_writes")
     shared: tuple[str, ...] = _row(
         "a directory where every rank may write; may be repeated",
-        "PATH",
-        text_of("a directory", "checkpoints"),
-        (),
-        setting="storage.shared",
-        repeats=True,
-    )
+        "PATH", text_of("a directory", "checkpoints"), (), setting="storage.shared", repeats=True)
     prebuffer: int | None = _row(
-        "elements made ready before the ranks start", "UNITS", whole(0), None, delivers=True
-    )
+        "elements made ready before the ranks start",
+        "UNITS", whole(0), None, delivers=True)
     uneven: Literal["drop", "pad", "raise"] = _row(
         "an uneven last round",
-        "drop|pad|raise",
-        choice("drop", "pad", "raise"),
-        "drop",
-        delivers=True,
-    )
+        "drop|pad|raise", choice("drop", "pad", "raise"), "drop", delivers=True)
     keep: bool = _row(
         "the ranks stay, with their names, for the next --keep cell",
-        "",
-        None,
-        False,
-        meant_by=("persist", "reuse", "warm", "stay"),
-    )
+        "", None, False,
+        meant_by=("persist", "reuse", "warm", "stay"))
     post_mortem: bool = _row(
-        "open the debugger in a rank that fails", "", None, False, meant_by=("debug", "pdb", "pm")
-    )
+        "open the debugger in a rank that fails",
+        "", None, False,
+        meant_by=("debug", "pdb", "pm"))
     notify: bool = _row(
         "a notification of the browser, or a terminal's bell, when the run has ended",
-        "",
-        None,
-        False,
-    )
+        "", None, False)
     # fmt: on
 
     def shown_ranks(self) -> tuple[int, ...]:
