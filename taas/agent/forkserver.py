@@ -154,13 +154,13 @@ class Forkserver:
     def fit(
         self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False
     ) -> bool:
-        """Make sure that the forkserver has the notebook's environment, and is rehearsed or not.
+        """Make sure that the forkserver has the notebook's environment, and simulates GPUs or not.
 
-        A restart costs some seconds, the import of torch. A restart happens only if the environment
-        or ``rehearsed`` has changed, and only before the run's first process: a run uses one
-        forkserver throughout, as do ranks that were kept (``held``). With None for ``rehearsed``,
-        the current value stays. Return whether the forkserver was ended for this, and with it all
-        processes forked from it.
+        ``rehearsed`` tells whether GPUs are simulated; with None, this stays as it is. A restart
+        costs some seconds, the import of torch. A restart happens only if the environment or
+        ``rehearsed`` has changed, and only before the run's first process: a run uses one
+        forkserver throughout, as do ranks that were kept (``held``). Return whether the forkserver
+        was ended for this, and with it all processes forked from it.
         """
         self._hurry()
         keep = held or (run and run == self._run)

@@ -1,4 +1,6 @@
-"""A job: processes of one run on this VM, from the supervisor's message until it is forgotten.
+"""A job: a group of processes of one run on this VM.
+
+It lasts from the supervisor's ``StartJob`` message until the supervisor lets the agent forget it.
 
 Staging, forking, watching, mirroring output, ending and reaping are the same for the ranks of a run
 (:mod:`taas.agent.rank_job`), for its planner and for its worker pools with their data workers.
@@ -80,7 +82,7 @@ class Job:
     def _say(self, said: JobSays) -> None:
         self._agent.say(OfJob(run=self._order.run, job=self._order.job, said=said))
 
-    # ------------------------------------------------------------ what differs
+    # ------------------------------------------------------------ overridden by the kinds of jobs
 
     _UNBEGUN = ""
     """The reason to report for a job that is ended before it has begun; empty if none is reported.

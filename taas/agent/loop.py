@@ -93,8 +93,8 @@ class Agent:
     def _import_ahead(self) -> None:
         """Start the forkserver.
 
-        On a cluster, start it with the environment of the first run: a later restart would take as
-        long.
+        On a cluster, start it with the environment that the first run will need, since a restart
+        would take as long as this start.
         """
         config = self.config
         if config.remote:

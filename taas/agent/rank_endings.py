@@ -7,8 +7,9 @@ ranks have the same short time, and are interrupted only when they have had time
 themselves. A rank that exceeds its time gets SIGTERM and then SIGKILL; rank 0 is asked for its
 variables before that.
 
-The progress of a rank on this way is its :class:`EndStage`. :class:`Ending` decides which
-transition is due, :data:`STEPS` defines the valid transitions, and :class:`Rank` carries them out.
+How far the agent has got in ending a rank is the rank's :class:`EndStage`. :class:`Ending` decides
+which transition is due, :data:`STEPS` defines the valid transitions, and :class:`Rank` carries them
+out.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ class EndStage(enum.Enum):
 
     RUNNING = "running"  # nothing
     LET_FAIL = "let fail"  # nothing yet: another rank has failed, and this one may fail by itself
-    # sent SIGINT: the ``except`` and ``finally`` blocks of the cell run
-    INTERRUPTED = "interrupted"
+    INTERRUPTED = "interrupted"  # sent SIGINT: ``except`` and ``finally`` blocks of the cell run
     CALLED_OFF = "called off"  # sent SIGTERM before its cell began
     TERMINATED = "terminated"  # sent SIGTERM: the time of its cell is over
     TO_LEAVE = "to leave"  # nothing: its cell has ended, and it has a moment to exit by itself
@@ -71,7 +71,7 @@ class Rank:
         started: whether the rank has begun the cell.
         at_work: whether it has noticed the interrupt, or is in C code that takes a while.
         packing: whether it is packing its variables.
-        kept: its message that it waits for the next cell; None if it does not.
+        kept: the message by which it reported that it waits for the next cell; None before.
         imported: the installed modules that it has imported, if they are many.
         too_late: whether it was killed because its variables had not come in time.
         asleep: whether it was still asleep when its time was over: an interrupt wakes up Python
@@ -91,7 +91,7 @@ class Rank:
     def __repr__(self) -> str:
         return f"<rank {self.number}, process {self.process.pid}, {self.stage.value}>"
 
-    # ------------------------------------------------------------ the steps of its end
+    # ------------------------------------------------------------ transitions
 
     def let_fail(self) -> None:
         """Give the rank a moment to fail by itself, since another rank has failed."""
@@ -152,7 +152,7 @@ class Rank:
         """How long the rank has been in its stage."""
         return time.monotonic() - self.since
 
-    # ------------------------------------------------------------ what it is told, and what is said
+    # ------------------------------------------------------------ messages to the rank, and its end
 
     def tell(self, message: Message) -> None:
         """Send a message to the rank."""

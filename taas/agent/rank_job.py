@@ -1,4 +1,4 @@
-"""The ranks of one run on one VM as a job, which also holds rank 0's variables until transferred.
+"""The ranks of one run on one VM as a job, which also holds rank 0's variables until received.
 
 The end of a rank is derived from its process's sentinel and from the last message of the rank.
 """
@@ -178,7 +178,7 @@ class RankJob(Job):
         self._say(self._store.address)
         return self._store.address
 
-    # -------------------------------------------------------- what the supervisor and the ranks say
+    # ------------------------------------------------------------ messages from the supervisor and the ranks
 
     def hear(self, message: Message) -> None:
         """Handle a message of the supervisor."""
@@ -257,7 +257,7 @@ class RankJob(Job):
             self._say(RanksSeen(look=self._look.number, ranks=seen))
             self._look = None
 
-    # ------------------------------------------------------------ how they end, or stay
+    # ------------------------------------------------------------ how ranks end, or are kept
 
     @property
     def ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""Processes that wait for a start message: spare processes (spares), and kept ranks.
+"""Processes that wait for a start message (``RankStart``): spare processes, and kept ranks.
 
 A fork from the forkserver and a rank's own start take more processor time than everything that
 follows until the cell runs. Therefore, once a run is over, the agent makes as many processes as
@@ -115,8 +115,8 @@ class Spares:
     def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
         """Yield ``count`` unwatched processes for a run, by local rank: its spares, then others.
 
-        A spare that was made a rank in advance reports itself whether it accepts the job. No more
-        spares are made until the next :meth:`want`.
+        A spare that was made a rank in advance reports whether it accepts the job. No more spares
+        are made until the next :meth:`want`.
 
         Raises:
             OSError, EOFError: a process could not be forked.

@@ -169,8 +169,8 @@ class ProjectArrival:
         copy: the folder into which the project was unpacked; None if the VM shares the notebook's
             disk.
         path: the path at which the job's processes find the project.
-        since_ns: a file with a later modification time was changed by the run; in the clock of the
-            file system that has the project.
+        since_ns: a time by the clock of the project's file system; a file that was modified later
+            was changed by the run.
         replica: the folder that these processes have to see at ``path``
             (:func:`taas.project.sync.enter_replica`); empty if ``path`` already is the project.
         notices: lines for the user.
@@ -256,7 +256,7 @@ def _sees_disk(order: StartJob) -> bool:
     return False
 
 
-# ---------------------------------------------------------------- home
+# ---------------------------------------------------------------- what is sent back
 
 _EVERY_SECONDS = 30.0
 """The interval at which changes in the project are sent while the cell runs."""

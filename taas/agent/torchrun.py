@@ -80,11 +80,11 @@ def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str,
 class RunStore:
     """The store of a run, until :meth:`close`; ranks find it at ``address``.
 
-    On one machine the store is a folder that only this user can enter, with a file for each group.
-    Programs need a ``MASTER_PORT`` nevertheless, and a command that the cell starts (``!python
-    train.py``) opens its own store at that port; the port is reserved by a socket that does not
-    listen. On several machines the store is a TCPStore that listens only on the first VM's own
-    address: taas passes it a socket, as otherwise it would listen on all addresses. A dedicated
+    On one machine the store is a folder that only this user can enter, with a file for each process
+    group. Programs need a ``MASTER_PORT`` nevertheless, and a command that the cell starts
+    (``!python train.py``) opens its own store at that port; the port is reserved by a socket that
+    does not listen. On several machines the store is a TCPStore that listens only on the first VM's
+    own address: taas passes it a socket, as otherwise it would listen on all addresses. A dedicated
     process serves the TCPStore. It is forked from the forkserver, since the agent does not import
     torch, and rank 0 may exit before the others.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# ---------------------------------------------------------------- what sys.modules has
+# ---------------------------------------------------------------- modules in sys.modules
 #
 # A lazy module imports itself, or raises an error, when an attribute is read: a module of
 # ``importlib.util.LazyLoader`` for any attribute, a module with a ``__getattr__`` (speechbrain's)
@@ -156,7 +156,7 @@ def around_imports(names: Collection[str], around: Around) -> Iterator[None]:
 def around_imports_of_known(names: set[str], around: Around) -> None:
     """Execute the first import of each of these modules within ``around``.
 
-    They replace the modules of an earlier call.
+    The modules replace those of an earlier call.
     """
     _finder.known, _finder.around_known = names, around
     _begin()

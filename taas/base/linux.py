@@ -235,7 +235,7 @@ def remove_tree(folder: str | os.PathLike[str]) -> None:
 
 
 def is_being_written(fd: int) -> bool | None:
-    """Return whether a process has a file open for writing, or mapped so; None if this is unknown.
+    """Return whether a process has a file open or mapped for writing; None if unknown.
 
     The system grants a read lease (fcntl(2)) on a file only while no process has it open for
     writing. The lease is released at once; a process that opens the file in between neither notices
@@ -410,7 +410,7 @@ def begin_afresh() -> None:
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Request a signal for the time when the parent thread ends."""
+    """Request a signal that is sent when the parent thread ends."""
     prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -423,7 +423,7 @@ def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
     through a user namespace, and loses them all at the end, even if the body fails.
 
     Raises:
-        OSError: the system refuses this, and the text says by what means. The process may be in a
+        OSError: the system refuses this; the message contains the cause. The process may be in a
             separate namespace then.
     """
     signal = parent_death_signal()

@@ -1,4 +1,4 @@
-"""Objects that are replaced by another object while one cell is captured.
+"""Objects that are replaced by another object, their *stand-in*, while one cell is captured.
 
 A registered loader is such an object if data workers make its batches: ranks get a loader that
 receives the batches. The code that captures a cell registers these objects (:func:`standing_in`);
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 
 class StandIn(NamedTuple):
-    """An object of the notebook, and its replacement.
+    """An object of the notebook, and its stand-in.
 
-    ``reduce`` returns the ``__reduce__`` tuple of the replacement. It is called when the object is
-    read, and may import modules that the replacement needs.
+    ``reduce`` returns the ``__reduce__`` tuple of the stand-in. It is called when the object is
+    read, and may import modules that the stand-in needs.
     """
 
     object: Any

@@ -1,8 +1,9 @@
 """``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver.
 
 The driver submits jobs, and follows them in the queue. Agents on the nodes (slurm_vm) communicate
-with the supervisor, and end when it requests this or is gone; a job ends with its last agent. The
-driver ends when its standard input is closed, and cancels jobs that do not end by themselves.
+with the supervisor, and end when the supervisor requests it or is gone; a job ends with its last
+agent. The driver ends when its standard input is closed, and cancels jobs that do not end by
+themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SBATCH = (
 _LOOK_SECONDS, _QUIET_SECONDS = 2.0, 30.0
 """Seconds between two checks of the queue: while a change is expected, and otherwise."""
 _BEGIN_SECONDS = 60.0
-"""Time after the begin of a job during which news of its agents is expected, in seconds."""
+"""Time after the start of a job during which news of its agents is expected, in seconds."""
 _PARTING_SECONDS = 9.0
 _NOTICE_SECONDS = 60.0
 """A cell is interrupted this many seconds before the time limit, or half the limit before it if

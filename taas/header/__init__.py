@@ -1,1 +1,1 @@
-"""The ``#pragma taas`` comment of a cell (the *header*): parses its text into a `RunSpec`."""
+"""Parse the ``#pragma taas`` comment of a cell (the *header*) into a `RunSpec`."""

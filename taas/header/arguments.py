@@ -85,7 +85,7 @@ def read_line(
 ) -> Line:
     """Parse a line by a table of options; up to ``most_words`` other words may be among them.
 
-    ``elsewhere`` maps names that people mistake for options to what to type instead.
+    ``elsewhere`` has, by name, the advice for words that people mistake for options of this line.
 
     Raises:
         HeaderError: one line: what is wrong, what to type instead, and what is allowed.
@@ -135,7 +135,7 @@ def _unknown(word: str, table: Mapping[str, Option], elsewhere: Mapping[str, str
 
 
 def _option_called(name: str, table: Mapping[str, Option], *, also_nearly: bool) -> str | None:
-    """Return the option with this name or, if ``also_nearly``, the one that people call so."""
+    """Return the option with this name or, if ``also_nearly``, with this other name."""
     if name in table:
         return name
     if also_nearly:

@@ -46,7 +46,7 @@ class Chunk(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """Acknowledges ``nbytes`` of received :class:`Chunk` data, so that as many may be sent."""
+    """Acknowledges ``nbytes`` of received :class:`Chunk` data: the peer may send as many more."""
 
     nbytes: int
 
@@ -111,7 +111,7 @@ class Sender:
         self._sources.append(source)
 
     def acknowledge(self, chunk: Chunk) -> None:
-        """Acknowledge a chunk, so that the peer may send as many bytes again."""
+        """Acknowledge a chunk: the peer may send as many more bytes."""
         self._send(Taken(len(chunk.data)))
 
     def taken(self, nbytes: int) -> None:

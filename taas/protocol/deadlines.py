@@ -2,11 +2,12 @@
 
 The table is in ascending order. Deadlines are nested: an agent's deadline is shorter than its
 supervisor's, which is shorter than the user's patience. So an agent ends its ranks before its
-supervisor takes the agent for stuck, and a supervisor replies before the user takes the supervisor
-for stuck.
+supervisor considers the agent stuck, and a supervisor replies before the user considers the
+supervisor stuck.
 """
 
-# A thread that waits may use this much processor time: the clock's granularity, and a share.
+# A thread that waits may use this much processor time: the clock's granularity, and a share of its
+# time.
 CLOCK_GRAIN = 0.02  # about the granularity in which processor time is counted
 TURN = 0.02  # for the supervisor to send messages to agents; then it reads messages
 IDLE_SHARE = 0.05  # of each second: a store, for example, polls
@@ -15,7 +16,7 @@ ASK_AGAIN = 0.1  # until an agent repeats its request to a rank's main thread
 SPARES_APART = 0.1  # between two forks of spares, because the user continues to work
 # after a run, before spares are forked: the next cell, or the end of taas, has precedence
 SPARES_REST = 0.1
-# of sleep in C code: the main thread changes no variables then, and another thread may pack them
+# of sleep in C code, after which another thread may pack variables: the main thread changes none
 STILL = 0.2
 # between two checks by a supervisor of its runs; the queue is checked every second
 TICK_OF_RUNS = 0.25

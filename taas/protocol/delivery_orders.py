@@ -125,5 +125,5 @@ class DataOrder(Message, frozen=True):
 
     @property
     def plans(self) -> bool:
-        """Return whether this order is for the planner."""
+        """Return whether this message is for the planner."""
         return not self.processes

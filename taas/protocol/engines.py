@@ -1,4 +1,4 @@
-"""What is demanded of engines, and the configuration that an engine passes to an agent."""
+"""The demands on an engine, and the configuration that an engine passes to an agent."""
 
 from __future__ import annotations
 

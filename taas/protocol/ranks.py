@@ -379,8 +379,8 @@ RankHears = RankStart | GetReady | RankRequest | Answer
 # ---------------------------------------------------------------- the socket pair
 
 NOTICE = signal.SIGRTMIN + 12
-"""Requests the main thread of a rank to report that it runs Python code. Neither glibc, CUDA nor
-profilers use this signal.
+"""Requests the main thread of a rank to report that it runs Python code. Glibc, CUDA and profilers
+do not use this signal.
 """
 _read_rank = MessageReader(RankSays)
 _LONG = b"\xc1"  # the packet of a long message; in MessagePack, no message consists of this byte

@@ -56,7 +56,7 @@ class RunRecord(Verdict, kw_only=True):
             ``except`` and ``finally`` blocks run), ``ending`` or ``over``.
         waiting: what the run waits for while it is ``acquiring``, or after it has lost its last
             data VM; while it is ``finishing``, where its ranks are.
-        interrupted: whether a person has interrupted it, however it ended then.
+        interrupted: whether a person has interrupted it, however it ended afterwards.
         submitted, ended: seconds since the epoch; ``ended`` is 0 until then.
         losses: what was lost before each restart, one line for the user each.
         notices: lines for the user.

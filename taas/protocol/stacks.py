@@ -22,7 +22,7 @@ class Frame(NamedTuple):
 
 
 class RankSeen(NamedTuple):
-    """A rank as it looks from outside.
+    """A rank as its agent sees it.
 
     Attributes:
         status: the status as in psutil (``sleeping``, ``running``, ``stopped``, …), or ``gone``.
@@ -58,7 +58,7 @@ class StackGroup(msgspec.Struct, frozen=True):
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """What is wrong with a run that goes on, in one line, and where its ranks are."""
+    """What is wrong with a run that has not ended, in one line, and where its ranks are."""
 
     headline: str
     places: tuple[StackGroup, ...] = ()

@@ -34,7 +34,7 @@ KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "er
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
 COLLECTED = (
-    "collected"  # beside these: values that the header asked for (capture/moves/collected.py)
+    "collected"  # a further file: values that the header requests (capture/moves/collected.py)
 )
 LARGEST_DISPLAY = 48 << 20  # in bytes; larger displays do not fit well into a notebook
 LARGEST_TEXT = 1 << 16  # maximum size of stream text in one record, in bytes

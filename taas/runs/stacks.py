@@ -28,7 +28,7 @@ _SHOWN_FRAMES = 12
 _SOURCE_WIDTH = 70
 STACKS, COLLECTIVE = "stacks", "collective"
 SIGNAL = signal.SIGRTMIN + 11
-"""A real-time signal that neither glibc, CUDA nor profilers use."""
+"""A real-time signal that glibc, CUDA and profilers do not use."""
 _fd = -1
 _folder = Path()
 

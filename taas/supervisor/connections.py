@@ -200,8 +200,8 @@ class ControlSocket:
     that other machines can reach.
 
     Attributes:
-        up: the data that a client needs to connect; the kernel has its own key instead of the key
-            here.
+        up: the data that a client needs to connect. The key pair in it is for visitors; the kernel
+            has its own.
         clients: the public keys of the kernel and of visitors (clients that read the connection
             file).
         agents: the public keys of the agents that may connect.

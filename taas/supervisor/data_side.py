@@ -345,7 +345,7 @@ class DataSide:
                 self.failed, self.lost = reason, True
             self._command(Failed(reason=reason))
 
-    # ------------------------------------------------------------ its end
+    # ------------------------------------------------------------ the end of the data side
 
     def close(self) -> None:
         """End all data processes.

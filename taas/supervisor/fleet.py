@@ -253,7 +253,7 @@ class Fleet:
             return None
 
     def keep(self, run: str, vms: list[Vm], idle: float) -> None:
-        """Keep a run's ranks on its VMs, and take back the run's other VMs."""
+        """Keep a run's ranks on its VMs ``vms``, and take back the run's other VMs."""
         for vm in vms:
             vm.run = KEPT
         self.release(run, idle)
@@ -266,7 +266,7 @@ class Fleet:
                 vm.until = time.monotonic() + idle if vm.remote else float("inf")
         self.step()
 
-    # ------------------------------------------------------------ idle ones
+    # ------------------------------------------------------------ idle VMs
 
     @property
     def _idle(self) -> list[Vm]:
@@ -303,7 +303,7 @@ class Fleet:
             self._worker.after(self._ended)
         return len(there)
 
-    # ------------------------------------------------------------ life and death
+    # ------------------------------------------------------------ heartbeats, loss and end
 
     def beat(self) -> list[Vm]:
         """Send heartbeats to remote agents if they are due; return the VMs out of reach."""

@@ -1,8 +1,8 @@
 """Detect that a run makes no progress, and which rank is the cause.
 
 At intervals, the watch looks at each rank cheaply and from outside: how much it has written, how
-much processor time it has used, and whether it is stopped. Only if this gives reason for suspicion
-are the ranks asked for their stacks, by a signal (runs/stacks.py). A run is in trouble if
+much processor time it has used, and whether it is stopped. Only if this looks suspicious are the
+ranks asked for their stacks, by a signal (runs/stacks.py). A run is in trouble if
 
 * a rank is stopped (SIGSTOP) in two successive looks; or
 * some ranks have ended the cell, and all others have been waiting in a collective for ten seconds
@@ -67,7 +67,7 @@ class HangWatch:
         self._suspicious = False
 
     def watch_finish(self) -> None:
-        """Look at where the ranks are, now that the run is finishing, if that takes long."""
+        """Look at the ranks more often, now that the run is finishing."""
         self._period = deadlines.FINISHING_LOOK
         self._next = time.monotonic() + self._period
 

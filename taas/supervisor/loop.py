@@ -117,7 +117,7 @@ class Supervisor:
             if key in self._control.clients:
                 try:
                     message = self._read_client(data)
-                except Unreadable:  # the message of a terminal's taas of another version
+                except Unreadable:  # a message from another version of taas, in a terminal
                     continue
                 self._hear_client(key, route, message)
                 continue

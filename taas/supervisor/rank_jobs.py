@@ -256,7 +256,7 @@ class RankJobs:
             self.tell(number, JobRequest(what="forget"))
 
 
-# ---------------------------------------------- what is known of them, and the verdict that follows
+# ---------------------------------------------------------------- findings about the ranks, and the verdict
 
 _FAILED = ("raised", "exited", "died")
 _LOST = ("died", "orphaned", "ended")
@@ -298,7 +298,8 @@ class Findings:
     def take(self, ended: RankEnded) -> None:
         """Record how the cell ended in a rank; variables on another host are transferred later.
 
-        Clocks of VMs on other hosts may be wrong, so for their ranks the time of reception counts.
+        Clocks of VMs on other hosts may be wrong, so for their ranks the time at which the message
+        arrived is used.
         """
         if self._ranks.vms[ended.rank // self._spec.ranks_per_vm].remote:
             ended = msgspec.structs.replace(ended, at=time.time())
@@ -359,7 +360,7 @@ class Findings:
         )
 
     def _after_interrupt(self, failed: list[RankEnded]) -> str:
-        """Return who interrupted the run, and which error occurred while its cell was finishing.
+        """Describe the interrupt, and the error of a rank while its cell was finishing, if any.
 
         That error is reported because the code that failed may have been saving results.
         """

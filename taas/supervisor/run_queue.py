@@ -21,8 +21,7 @@ from taas.supervisor.recorder import Recorder
 _MOST = 256
 """Maximum number of queued runs: each holds its payload in memory."""
 _LOOK_SECONDS = 1.0
-"""Time between two checks for free devices; they are repeated since a run of another notebook may
-have had the devices.
+"""Time between two checks for free devices, which may also be released by runs of other notebooks.
 """
 
 
@@ -70,7 +69,7 @@ class RunQueue:
     def note_kept(self, *, hold_gpus: bool) -> None:
         """Note whether kept ranks of this notebook hold GPUs; on a change, update the records.
 
-        A person does not have to wait for these GPUs, as the kept ranks can be ended.
+        The user does not have to wait for these GPUs: the kept ranks can be ended.
         """
         if hold_gpus != self._kept_hold_gpus:
             self._kept_hold_gpus = hold_gpus

@@ -336,8 +336,8 @@ class Run:
         """End the run after a rejected transition, since the supervisor's view of the run is wrong.
 
         Raises:
-            UnknownStep: the run is being ended already. Only the end of the supervisor is then
-                certain to end it, together with all other runs of the supervisor.
+            UnknownStep: the run is being ended already. Then only the end of the supervisor is
+                certain to end it, and this ends all other runs of the supervisor, too.
         """
         if self.stage not in UNDER_WAY or self.stage is Stage.ENDING:
             raise refused
@@ -365,7 +365,7 @@ class Run:
     def step(
         self, *, swept: bool, hear_no_more: Callable[[int], None], then: Callable[[Run], None]
     ) -> None:
-        """Bring the run to its end once no rank is left: close its data side, then sort files.
+        """Bring the run to its end once no rank is left: close the data side, then sort files.
 
         Args:
             swept: whether the processes that lost agents left behind have ended, too.

@@ -36,8 +36,8 @@ class Stage(Enum):
     are being ended.
     """
     SORTING = auto()
-    """No process of the run is left and its outcome is fixed: files that ranks wrote are being
-    sorted.
+    """No process of the run is left and its outcome is fixed. Files that ranks other than 0 wrote
+    are being sorted into those to keep and those to remove.
     """
     RESTARTING = auto()
     """As SORTING, but after a loss for which the run will be started again."""

@@ -209,8 +209,8 @@ class DataVms:
 
     Attributes:
         by_number: the VMs for worker pools that are up or coming up.
-        most: the maximum of numbers that are given.
-        started: the VMs that were told to start the data process of a number, and have not reported
+        most: how many numbers may be assigned in all.
+        started: by number, the VMs that were told to start a data process, and have not reported
             its end.
         here: returns the address at which the ranks' VMs and these VMs reach this machine; empty
             while it is not known.
