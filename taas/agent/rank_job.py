@@ -178,7 +178,7 @@ class RankJob(Job):
         self._say(self._store.address)
         return self._store.address
 
-    # ------------------------------------------------------------ messages from the supervisor and the ranks
+    # -------------------------------------------------- messages from the supervisor and the ranks
 
     def hear(self, message: Message) -> None:
         """Handle a message of the supervisor."""

@@ -184,7 +184,7 @@ def _find_named(name: str | None, everything: list[RunRecord]) -> list[RunRecord
     raise HeaderError(f"no run is called {shown(name)}{hint}")
 
 
-# ---------------------------------------------------------------- the files of runs, and when they are removed
+# -------------------------------------------------- the files of runs, and when they are removed
 
 
 def make_room(

@@ -256,7 +256,7 @@ class RankJobs:
             self.tell(number, JobRequest(what="forget"))
 
 
-# ---------------------------------------------------------------- findings about the ranks, and the verdict
+# -------------------------------------------------- findings about the ranks, and the verdict
 
 _FAILED = ("raised", "exited", "died")
 _LOST = ("died", "orphaned", "ended")
