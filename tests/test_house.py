@@ -1,4 +1,4 @@
-"""Imports point down the house: the table of rooms in ARCHITECTURE.md, from top to bottom."""
+"""Imports follow the table of packages in ARCHITECTURE.md, from the top row to the bottom."""
 
 import ast
 import re
@@ -22,16 +22,19 @@ class Import(NamedTuple):
 
 
 @cache
-def rooms() -> dict[str, int]:
-    """The row of each room in the table, counted from the top."""
+def packages() -> dict[str, int]:
+    """Return the row of each package in the table, counted from the top."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    table = text.partition("| room | what is in it |")[2].partition("\n\n")[0]
+    table = text.partition("| package | contents |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1] for row in table.splitlines()[2:]]
-    return {room: number for number, row in enumerate(rows) for room in re.findall("`(.+?)`", row)}
+    return {name: number for number, row in enumerate(rows) for name in re.findall("`(.+?)`", row)}
 
 
 def module_of(path: Path) -> str:
-    """The name of a module below ``taas``: ``rank.cell``; of the package itself ``__init__``."""
+    """Return the name of a module below ``taas``, such as ``rank.cell``.
+
+    The package ``taas`` itself is called ``__init__``.
+    """
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name.removesuffix(".__init__")
 
@@ -41,17 +44,17 @@ def modules() -> dict[str, Path]:
     return {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def room_of(module: str) -> str:
-    """The room that a module stands in: the one with the longest name."""
-    known, parts = rooms(), module.split(".")
+def package_of(module: str) -> str:
+    """Return the innermost package of the table that contains a module."""
+    known, parts = packages(), module.split(".")
     names = [".".join(parts[:number]) for number in range(len(parts), 0, -1)]
     found = [name for name in names if name in known]
-    assert found, f"taas/{module.replace('.', '/')}.py stands in no room of ARCHITECTURE's table"
+    assert found, f"taas/{module.replace('.', '/')}.py is in no package of ARCHITECTURE's table"
     return found[0]
 
 
 def imports_of(module: str, source: str, known: set[str]) -> Iterator[Import]:
-    """What a module imports of taas, at its top, in functions and for its annotations."""
+    """Yield what a module imports of taas: at its top, in functions and for its annotations."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "taas":
             assert not node.level, "imports are absolute"
@@ -66,14 +69,14 @@ def imports_of(module: str, source: str, known: set[str]) -> Iterator[Import]:
 
 
 def why_not(one: Import) -> str | None:
-    """Why a line may not stand where it does, and where it belongs; None: it may."""
-    levels, here, there = rooms(), room_of(one.module), room_of(one.imported)
+    """Return why an import is not allowed, and where the code belongs; None if it is allowed."""
+    levels, here, there = packages(), package_of(one.module), package_of(one.imported)
     if here == there or levels[there] > levels[here]:
         return None
     return (
         f"taas/{one.module.replace('.', '/')}.py:{one.line} imports taas.{one.imported}: imports"
-        f' point down, and `{there}` does not stand below `{here}` (ARCHITECTURE.md, "Where things'
-        f' are"). What needs both belongs into `{there}` or above it; what both need, below'
+        f' point down, and `{there}` is not below `{here}` (ARCHITECTURE.md, "Where things are").'
+        f" Code that needs both belongs into `{there}` or above it; code that both need, below"
         f" `{here}`"
     )
 
@@ -93,7 +96,7 @@ def test_imports_point_down() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Also not by way of others, within a room."""
+    """There are no circular imports within a package, direct or indirect."""
     below: dict[str, set[str]] = {}
     for one in every_import():
         below.setdefault(one.module, set()).add(one.imported)
@@ -110,9 +113,9 @@ def test_no_modules_import_each_other() -> None:
     assert not circles, f"these import each other: {', '.join(circles)}"
 
 
-def test_every_room_is_there() -> None:
-    empty = [room for room in rooms() if room not in {room_of(module) for module in modules()}]
-    assert not empty, f"rooms of the table without a file: {empty}"
+def test_every_package_exists() -> None:
+    empty = [name for name in packages() if name not in {package_of(one) for one in modules()}]
+    assert not empty, f"packages of the table without a file: {empty}"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +127,8 @@ def test_every_room_is_there() -> None:
         ("calls", "from taas import frontend"),
     ],
 )
-def test_a_line_that_points_up_is_found(module: str, line: str) -> None:
-    """Wherever it stands; rooms of one row do not import each other either."""
+def test_an_import_that_points_up_is_found(module: str, line: str) -> None:
+    """Such an import is found at any place; packages in the same row do not import each other."""
     [found] = imports_of(module, line, set(modules()))
     why = why_not(found)
     assert why is not None and f"taas/{module.replace('.', '/')}.py:" in why
