@@ -1,7 +1,7 @@
-"""taas makes a notebook cell train on many GPUs.
+"""Run cells of a notebook on many GPUs, in ``torch.distributed`` processes.
 
-In IPython, ``import taas`` or ``%load_ext taas`` activates the cell header ``#pragma taas``;
-elsewhere importing has no effect.
+In IPython, ``import taas`` or ``%load_ext taas`` activates the ``#pragma taas`` comment (the
+*header*) of cells. Outside IPython, importing taas has no such effect.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ _HOMES = {
     **dict.fromkeys(("register", "resume", "unregister"), "taas.dataloader_registry"),
     **dict.fromkeys(("run", "submit"), "taas.calls"),
 }
-"""The modules that have what is imported when it is first used."""
+"""For each attribute that is imported at its first use: the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'taas' has no attribute {name!r}")
-    # at its first use, since `import taas` is to cost less than 50 ms
+    # imported at its first use, because `import taas` has to take less than 50 ms
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def _magics() -> ModuleType:
-    """Return the module for IPython, which is not imported elsewhere: that would cost 300 ms."""
+    """Return the module for IPython; importing it outside IPython would cost 300 ms."""
     return importlib.import_module("taas.magics")
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Activate the cell headers and the magics (``%load_ext taas``)."""
-    if getattr(shell, "is_rank", False):  # the notebook has read the header of its cell
+    """Activate cell headers and magics (``%load_ext taas``)."""
+    if getattr(shell, "is_rank", False):  # the kernel has already processed the header
         return
     _magics().activate(shell)
     _magics().start_ahead(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Deactivate them (``%unload_ext taas``)."""
+    """Deactivate cell headers and magics (``%unload_ext taas``)."""
     _magics().deactivate(shell)
 
 

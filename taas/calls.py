@@ -1,8 +1,8 @@
 """``taas.run`` and ``taas.submit``: call a function in ranks, from Python.
 
-A call is a cell of one line, ``returned = function(*arguments)``. The keyword arguments that are
-options of the header make its header. Everything else is as for any cell: which names travel, what
-comes back, output, errors, interrupts.
+A call is executed as a cell with one line, ``returned = function(*arguments)``. The keyword
+arguments that are options of the header form the header of this cell. Everything else is as for any
+cell with a header: which variables are transferred, output, errors and interrupts.
 """
 
 from __future__ import annotations
@@ -37,29 +37,31 @@ _OF_CELLS = {
     "return": "what the function returns is the result",
     "setup": "head a cell of its own with #pragma taas --setup",
 }
-"""Options of the header that make no sense for a call, and what to use instead."""
+"""Options of the header that do not apply to a call, and what to use instead."""
 
 
 def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **more: Any) -> Any:
-    """Call a function in ranks, as a cell with a header would; return what it returns in rank 0.
+    """Call a function in ranks, as a cell with a header would, and return rank 0's return value.
 
-    If the function changes objects of the notebook in rank 0, the notebook's objects change, too::
+    If the function modifies objects of the notebook in rank 0, they are also modified in the
+    notebook::
 
         accuracy = taas.run(train, model, lr=0.1, gpus=4)
 
     Args:
         function: a function of the notebook, of a script, or of a module.
         args: its positional arguments.
-        collect: return a list with the value of each rank, in rank order, instead.
-        more: options of the header, as ``%%taas?`` lists them (``gpus``, which is ``"auto"`` if
-            neither it nor ``on`` is given; ``cpus``, ``units``, ``name``, ``max_restarts`` …), and
-            the function's keyword arguments.
+        collect: instead, return a list with the return value of each rank, in rank order.
+        more: the options of the header that ``%%taas?`` lists (``gpus``, ``cpus``, ``units``,
+            ``name``, ``max_restarts`` …), and the function's keyword arguments. If neither ``gpus``
+            nor ``on`` is given, ``gpus`` is ``"auto"``.
 
     Raises:
-        TypeError: the function does not take these arguments. Nothing was started.
-        HeaderError: an option has an impossible value. Nothing was started.
-        CaptureError: an object that it needs cannot travel, or its value cannot come back.
-        CellFailed, RunLost, EngineError: as a cell raises them.
+        TypeError: the function does not accept these arguments. Nothing was started.
+        HeaderError: an option has an invalid value. Nothing was started.
+        CaptureError: an object that the function needs cannot be transferred to the ranks, or its
+            return value cannot be transferred back.
+        CellFailed, RunLost, EngineError: raised as by a cell with a header.
     """
     call = _Call.of(function, args, more, collect=collect)
     returned = call.returned
@@ -79,11 +81,12 @@ def run(function: Callable[..., Any], /, *args: Any, collect: bool = False, **mo
 def submit(
     function: Callable[..., Any], /, *args: Any, collect: bool = False, **more: Any
 ) -> RunHandle:
-    """Call a function in ranks, in the background; return a handle at once.
+    """Call a function in ranks, in the background, and return a handle at once.
 
-    Arguments and errors before the start are those of :func:`run`. The handle's ``result()`` is a
-    copy of what the function returns; nothing changes in the notebook. If other runs have the GPUs
-    (without GPUs, the processors), the run waits for its turn, in the order of submission::
+    The arguments, and the errors before the start, are those of :func:`run`. ``result()`` of the
+    handle returns a copy of the function's return value; nothing changes in the notebook. If other
+    runs use the GPUs (on a machine without a GPU: the CPUs), the run waits for its turn, in the
+    order of submission::
 
         runs = [taas.submit(train, lr=lr, gpus=2) for lr in (0.1, 0.01, 0.001)]
         losses = [run.result() for run in runs]
@@ -116,10 +119,10 @@ class _Call(NamedTuple):
         *,
         collect: bool,
     ) -> _Call:
-        """Separate options of the run from the function's own arguments.
+        """Separate the options of the run from the arguments of the function.
 
         Raises:
-            TypeError: the function does not take these arguments.
+            TypeError: the function does not accept these arguments.
             HeaderError: an option is for cells only.
         """
         if not callable(function):
@@ -147,23 +150,23 @@ class _Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function's name, or a substitute that is an identifier."""
+        """The function's name, or ``"function"`` if the name is not an identifier."""
         name = _name_of(self.function.func)
         return name if name.isidentifier() else "function"
 
     @property
     def returned(self) -> str:
-        """The name of the function's value in the ranks."""
+        """The variable that holds the function's return value in the ranks."""
         return f"_{self.name}_returned"
 
     @property
     def text(self) -> str:
-        """The text of the cell."""
+        """The source of the cell."""
         return f"{self.returned} = _call_{self.name}()"
 
     @contextlib.contextmanager
     def bound_in_notebook(self) -> Iterator[Any]:
-        """Bind the names of the cell in the notebook's namespace; yield the notebook's shell."""
+        """Bind the cell's variables in the notebook temporarily; yield the notebook's shell."""
         shell = _shell()
         namespace = shell.user_ns
         ours = {f"_call_{self.name}": self.function, self.returned: None}
@@ -179,7 +182,7 @@ class _Call(NamedTuple):
             namespace.update(before)
 
     def spec(self, shell: Any, **fixed: Any) -> RunSpec:
-        """Read the options by the header's own table; a HeaderError says what to type instead."""
+        """Parse the options as those of a header; a HeaderError says what to type instead."""
         words = []
         for name, value in self.options.items():
             words += _words_of(name, value)
@@ -194,7 +197,7 @@ class _Call(NamedTuple):
 
 
 def _meant_for_both(key: str, function: Callable[..., Any]) -> str:
-    """Say that an argument may be for the run or for the function, and how to make it clear."""
+    """Return a message: an argument may be for the run or for the function; how to decide."""
     name = _name_of(function)
     return (
         f"{key} is an option of the run, and a parameter of {name} as well: give the function its"
@@ -203,7 +206,7 @@ def _meant_for_both(key: str, function: Callable[..., Any]) -> str:
 
 
 def _words_of(option: str, value: Any) -> list[str]:
-    """Return a keyword argument as words of a header: ``output=[0, 3]`` is ``--output 0,3``."""
+    """Convert a keyword argument to words of a header: ``output=[0, 3]`` to ``--output='0,3'``."""
     if value is None or value is False:
         return []
     if value is True:
@@ -219,7 +222,7 @@ def _words_of(option: str, value: Any) -> list[str]:
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a function's parameters, as far as Python can tell."""
+    """Return the names of a function's parameters, as far as Python can determine them."""
     try:
         return frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a function written in C
@@ -229,9 +232,9 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 def _check_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Raise a TypeError if a function does not take these arguments.
+    """Raise a TypeError if a function does not accept these arguments.
 
-    A misspelt option arrives here as an argument that the function does not take.
+    A misspelt option is treated as an argument that the function does not accept.
     """
     try:
         signature = inspect.signature(function)
@@ -252,7 +255,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _shell() -> Any:
-    """Return the notebook's shell; in a script, a shell on the script's names."""
+    """Return the notebook's shell; in a script, a shell with the script's namespace."""
     shell = get_ipython()
     if getattr(shell, "is_rank", False):
         raise HeaderError(

@@ -1,4 +1,4 @@
-"""``taas VERB`` in a terminal: the verbs of ``%taas``, beside a kernel that may be busy."""
+"""``taas VERB`` in a terminal: the verbs of ``%taas``, even while the kernel is busy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taas.notebook.steering import Frontend, as_in_terminal, do
 
 
 class _TerminalStream:
-    """A stream to the terminal that lets no control sequences through but colours."""
+    """A stream to the terminal that removes all control sequences except colours."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -28,10 +28,10 @@ class _TerminalStream:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says.
+    """Execute the command line.
 
     Returns:
-        0; 2 for a wrong line; 1 for anything else that failed.
+        0 on success, 2 if the command line is invalid, and 1 for any other failure.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words == ["--version"]:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             redirect_stderr(_TerminalStream(sys.stderr)),
         ):
             if words[:1] == ["run"] and words[1:] and not {"--help", "-h"} & set(words):
-                # here, since it imports IPython, which no other verb needs
+                # imported here, because it imports IPython, which no other verb needs
                 from taas.frontend import run_script
 
                 return 0 if run_script(words[1], shlex.join(words[2:])) else 1

@@ -1,11 +1,11 @@
-"""``taas.toml``: which files are read, and what is wrong in them.
+"""Find, read and check the configuration files ``taas.toml``.
 
-They add instance types and set defaults (:mod:`taas.header.catalog`; docs/configuration.md has all
-keys). Two files are read, if they are there: ``taas.toml`` in the user's configuration folder
-(``$XDG_CONFIG_HOME/taas``, else ``~/.config/taas``), then ``taas.toml`` in the project, the
-kernel's working directory; what the project says wins, key by key. Parents of the project are not
-searched: a file nobody remembers would change runs. Unknown keys are errors (`ConfigError`) that
-name file, key and the nearest key.
+These files add instance types and set defaults (:mod:`taas.header.catalog`); docs/configuration.md
+lists all keys. Two files are read if they exist: ``taas.toml`` in the user's configuration folder
+(``$XDG_CONFIG_HOME/taas``, by default ``~/.config/taas``), and ``taas.toml`` in the project, which
+is the kernel's working directory. For each key, the value in the project has precedence. Parent
+folders of the project are not searched, so that no forgotten file can affect runs. An unknown key
+raises a `ConfigError` that names the file, the key and the most similar valid key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def project_folder() -> Path:
     """Return the notebook's directory.
 
     Raises:
-        HeaderError: it was removed, or its name is not UTF-8, so that no record can hold it.
+        HeaderError: the directory was removed, or its name is not UTF-8, so that it cannot be
+            stored in a record.
     """
     try:
         folder = Path.cwd()
@@ -45,7 +46,7 @@ def project_folder() -> Path:
 
 
 def load_catalog(project: Path | None = None) -> Catalog:
-    """Read ``taas.toml`` of the user and of a project, which is the working directory where None.
+    """Read ``taas.toml`` of the user and of a project, by default the working directory.
 
     Raises:
         ConfigError: a file cannot be read, is not TOML, or has a key or value that is not allowed.
@@ -68,10 +69,10 @@ def load_catalog(project: Path | None = None) -> Catalog:
 
 
 def _is_there(path: Path) -> bool:
-    """Tell whether there is such a file.
+    """Tell whether a file exists.
 
     Raises:
-        ConfigError: something else stands there, or it cannot be looked at.
+        ConfigError: the path is not that of a file, or it cannot be examined.
     """
     try:
         if path.is_file():
@@ -90,13 +91,13 @@ def _is_there(path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # here, as msgspec below: most projects have no taas.toml, and `import taas` is to stay cheap
+    # Imported here, as is msgspec below, to keep `import taas` fast if there is no taas.toml.
     import tomllib
 
     try:
         with path.open("rb") as file:
             said = tomllib.load(file)
-        [*_flat(said)]  # once, so that whatever is nested too deeply for either is told of here
+        [*_flat(said)]  # so that tables which are nested too deeply raise an error here
     except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError(
             f"{path}: {' '.join(str(exc).split())}; correct the file or remove it"
@@ -105,7 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file by section and key."""
+    """Yield the values of a file, each with its full key (``section.key``)."""
     for name, value in tables.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")

@@ -1,4 +1,4 @@
-"""``taas.register``, the list of registered loaders, and ``taas.resume``; never imports torch."""
+"""``taas.register``, ``taas.unregister`` and ``taas.resume``; this module never imports torch."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ class _Entry(NamedTuple):
     """A registered loader, and how it was registered."""
 
     loader: Any
-    name: str | None  # given by the user
-    variable: str | None  # the variable that held the loader
-    cell: int  # how many cells had run
+    name: str | None  # the name that the user gave
+    variable: str | None  # the variable that held the loader then
+    cell: int  # the number of cells that had run
 
 
 _registry: dict[int, _Entry] = {}
-"""By the loader's id."""
+"""The registered loaders, by ``id(loader)``."""
 
 
 def register(loader: Any, name: str | None = None) -> Any:
-    """Let data workers make this loader's elements in every run with ``--cpus``.
+    """Let data workers prepare the batches of this loader in every run with ``--cpus``.
 
-    If an earlier cell has registered a loader in the same variable and under the same name, and no
-    variable holds that loader any more, it is unregistered: its cell was run again.
+    If an earlier cell registered a loader from the same variable and with the same name, and no
+    variable holds that loader any more, its registration is replaced: this happens when the cell is
+    run again.
 
     Args:
-        loader: a DataLoader, or any iterable that begins anew each time it is iterated.
-        name: its name in ``--units NAME=…`` and in the live view; None: the name of the variable
-            that holds it.
+        loader: a DataLoader, or any iterable that starts from the beginning each time it is
+            iterated.
+        name: the loader's name in ``--units NAME=…`` and in the live view; by default the name of
+            the variable that holds the loader.
 
     Returns:
         The loader itself.
 
     Raises:
-        RegistrationError: it is registered already, it is not iterable, it cannot travel, or the
-            name cannot be used.
+        RegistrationError: the loader is already registered, is not iterable or cannot be sent to
+            data workers, or the name cannot be used.
     """
     if id(loader) in _registry:
         known = _registry[id(loader)].name or _variable_of(loader) or "this loader"
@@ -63,10 +65,11 @@ def register(loader: Any, name: str | None = None) -> Any:
 
 
 def _replaced_in(variable: str | None, name: str | None, cell: int) -> list[int]:
-    """Return the registered loaders that a loader replaces because its cell is run again.
+    """Return the keys of registered loaders that a new loader replaces: its cell is run again.
 
-    A loop in one cell may register several loaders in one variable, and several cells may do so
-    under names of their own. All of these are returned.
+    Loaders of the current cell are not replaced, because a loop may register several loaders from
+    one variable. When such a cell is run again, all of its earlier loaders are returned. Loaders
+    with another name are not replaced, because several cells may use the same variable.
     """
     if variable is None:
         return []
@@ -80,17 +83,17 @@ def _replaced_in(variable: str | None, name: str | None, cell: int) -> list[int]
 
 
 def _cells_run() -> int:
-    """Return how many cells this notebook has run so far; outside a notebook, 0."""
-    from taas.capture.cells import typed_cells  # here, so that import taas stays quick
+    """Return the number of cells that this notebook has run; 0 outside a notebook."""
+    from taas.capture.cells import typed_cells  # imported here to keep `import taas` fast
 
     return len(typed_cells())
 
 
 def unregister(loader: Any) -> None:
-    """Undo ``register``.
+    """Undo :func:`register`.
 
     Raises:
-        RegistrationError: it is not registered.
+        RegistrationError: the loader is not registered.
     """
     if _registry.pop(id(loader), None) is None:
         raise RegistrationError(
@@ -100,7 +103,7 @@ def unregister(loader: Any) -> None:
 
 
 def list_registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]:
-    """Return the registered loaders in order, with the names that ``namespace`` gives them now."""
+    """Return the registered loaders in order, with their current names in ``namespace``."""
     named: list[Registration] = []
     taken = {entry.name for entry in _registry.values() if entry.name is not None}
     for number, entry in enumerate(_registry.values()):
@@ -129,7 +132,7 @@ def _variable_of(loader: Any, namespace: Mapping[str, Any] | None = None) -> str
 def _check_name(name: Any, replaced: Collection[int]) -> None:
     """Check that a name is free and can be typed in ``--units``.
 
-    The run would take two loaders of one name for one loader.
+    A run would treat two loaders with the same name as one loader.
     """
     if not isinstance(name, str):
         raise RegistrationError(
@@ -147,9 +150,13 @@ def _check_name(name: Any, replaced: Collection[int]) -> None:
 
 
 def _check_iterable(loader: Any) -> None:
-    """Ask the loader's class, so that no iteration begins; not its metaclass, which may raise."""
+    """Check that a loader is iterable and not an iterator.
+
+    The check looks at the class of the loader, so that no iteration begins, and ignores the
+    metaclass, whose code may raise exceptions.
+    """
     from taas.capture.describe.reading import (
-        attribute_of_class,  # here, so that import taas stays quick
+        attribute_of_class,  # imported here to keep `import taas` fast
     )
 
     if attribute_of_class(type(loader), "__iter__") is None:
@@ -166,7 +173,7 @@ def _check_iterable(loader: Any) -> None:
 
 def _check_travels(loader: Any, name: str) -> None:
     from taas.capture.describe.reader import Reader
-    from taas.capture.heap.heap import culprit_of  # here, so that import taas stays quick
+    from taas.capture.heap.heap import culprit_of  # imported here to keep `import taas` fast
 
     reader = Reader(vars(sys.modules["__main__"]))
     found = culprit_of(name, take_apart(loader), reader, without_gpu=True)
@@ -182,9 +189,9 @@ def _check_travels(loader: Any, name: str) -> None:
 
 
 class Position(NamedTuple):
-    """Where a registered loader begins."""
+    """The position at which a registered loader begins."""
 
-    iteration: int  # of the first loop of the cell: how many loops over the loader came before it
+    iteration: int  # the number of loops over the loader that precede the first loop of the cell
     step: int  # the step of that iteration at which the loop begins, in each rank
 
 
@@ -192,11 +199,11 @@ _START = Position(0, 0)
 
 
 class Resumed:
-    """Where the loaders of a cell begin: ``resumed[loader]`` (or a name) is a ``Position``.
+    """The positions at which the loaders of a cell begin.
 
-    A loader that data workers do not deliver begins at its start: ``Position(0, 0)``. ``restart``
-    is how often this run was restarted: 0 in its first start, in the notebook, and in a plain
-    script.
+    ``resumed[loader]``, or ``resumed[name]``, is a ``Position``. A loader that data workers do not
+    deliver starts from the beginning, at ``Position(0, 0)``. ``restart`` is the number of restarts
+    of this run so far; it is 0 in the first start, in the notebook, and in a plain script.
     """
 
     def __init__(self, restart: int, places: Mapping[str, Position]) -> None:
@@ -213,23 +220,23 @@ class Resumed:
 
 
 def resume(**places: tuple[int, int]) -> Resumed:
-    """Let registered loaders continue where the last start was lost; call it before any loop.
+    """Let registered loaders continue where the last start was lost; call this before any loop.
 
-    After a restart of the ranks (``--max-restarts``), each loader continues at the lowest step that
-    not every rank had completed. In a first start, and if a cell has no data workers, every loader
-    begins at its start, and this only returns that.
+    After a restart of the ranks (``--max-restarts``), each loader continues at the first step that
+    not all ranks had completed. In the first start, or if the cell has no data workers, every
+    loader starts from the beginning, and this function only returns these positions.
 
     Args:
-        places: ``name=(iteration, step)`` of registered loaders that should continue elsewhere,
-        such
-            as at the checkpoint that the cell loads. All ranks have to give the same.
+        places: ``name=(iteration, step)`` for registered loaders that should continue at another
+            position, such as that of the checkpoint that the cell loads. All ranks have to pass the
+            same positions.
 
     Returns:
-        Where each loader begins now.
+        The position at which each loader begins now.
 
     Raises:
-        DeliveryError: a loop over a registered loader has begun already, or a name in ``places`` is
-            not that of a loader that data workers deliver.
+        DeliveryError: a loop over a registered loader has already begun, or ``places`` names a
+            loader that data workers do not deliver.
     """
     loader = sys.modules.get("taas.delivery.loader")
     found = loader.resume(places) if loader is not None else {}

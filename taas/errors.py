@@ -1,63 +1,64 @@
-"""The errors of taas, in one tree.
+"""All exceptions of taas, in one tree.
 
 ::
 
     TaasError
-    ├── HeaderError               the cell's header or a %taas line is wrong; nothing was started
-    │   └── ConfigError           taas.toml is wrong
-    ├── CaptureError              a name the cell needs cannot travel; nothing was started
-    ├── EngineError               the machines asked for cannot be had
+    ├── HeaderError               a cell's header or a %taas line is invalid; nothing was started
+    │   └── ConfigError           taas.toml is invalid
+    ├── CaptureError              a variable cannot be transferred
+    ├── EngineError               the engine cannot provide the requested machines
     │   ├── NotEnoughDevices      fewer GPUs than ranks
-    │   └── RanksGone             the ranks that the notebook kept
-    ├── VersionMismatch           Python, torch or cloudpickle differ between machines
+    │   └── RanksGone             the ranks that the notebook kept have ended
+    ├── VersionMismatch           the versions of Python or of a library differ between machines
     ├── RunFailed                 a run ended without success
-    │   ├── CellFailed            the cell raised, or a rank died, in a rank
+    │   ├── CellFailed            the cell raised an exception in a rank, or a rank died
     │   ├── RunLost               a process of taas itself was killed (agent, supervisor, VM)
-    │   └── RunStopped            somebody stopped a run that was given to taas.submit
-    ├── DamagedAnswer             what a background run left on disk is cut off
-    ├── CannotRehearse            (RuntimeError) this needs a real GPU
-    ├── CannotAdopt               (RuntimeError) this launcher or wrapper cannot use the ranks
-    │   └── RanksDisagree         ranks that had to do the same did different things
-    ├── StorageDenied             (PermissionError) only rank 0 writes the project
+    │   └── RunStopped            somebody stopped a run of taas.submit
+    ├── DamagedAnswer             a file of a background run is truncated
+    ├── CannotRehearse            (RuntimeError) a call needs a real GPU
+    ├── CannotAdopt               (RuntimeError) a launcher or wrapper cannot use the ranks
+    │   └── RanksDisagree         ranks that had to do the same thing did different things
+    ├── StorageDenied             (PermissionError) only rank 0 writes to the project
     └── DeliveryError             a registered DataLoader cannot be delivered
-        ├── RegistrationError     taas.register() refused the loader
-        └── UnitsExhausted        --units elements were taken
+        ├── RegistrationError     taas.register() rejected the loader
+        └── UnitsExhausted        the batches that --units allows are used up
 
-Each message has the fact, the cause and the next step. Each pickles round trip.
+Each message states what happened, why, and what to do next. All of these exceptions can be pickled
+and unpickled.
 """
 
 from __future__ import annotations
 
 
 class TaasError(Exception):
-    """Root of all errors of taas."""
+    """Base class of all exceptions of taas."""
 
 
 class _NoLine:
-    """An error that no line of the cell raised: IPython shows its message without frames."""
+    """An error not raised by a line of the cell; IPython shows its message without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
 class HeaderError(TaasError):
-    """The header of a cell, or the line of a magic, is wrong; nothing was started."""
+    """The header of a cell, or the line of a magic, is invalid; nothing was started."""
 
 
 class ConfigError(HeaderError):
-    """``taas.toml`` is wrong; the message names file, key and what is allowed."""
+    """``taas.toml`` is invalid; the message names the file, the key and the allowed values."""
 
 
 class CaptureError(_NoLine, TaasError):
-    """A name that the cell surely needs cannot travel; nothing was started."""
+    """A variable cannot be transferred to the ranks, or a function's value back."""
 
 
 class EngineError(_NoLine, TaasError):
-    """The engine cannot give the machines the run asks for."""
+    """The engine cannot provide the machines that the run requests."""
 
 
 class NotEnoughDevices(EngineError):
-    """Fewer GPUs than the run has ranks."""
+    """There are fewer free GPUs than the run needs."""
 
 
 class RanksGone(EngineError):
@@ -70,32 +71,33 @@ class RanksGone(EngineError):
 
 
 class VersionMismatch(_NoLine, TaasError):
-    """Python, torch or cloudpickle differ between the notebook and a VM."""
+    """The version of Python or of a library differs between the notebook and a VM."""
 
 
 class RunFailed(TaasError):
     """A run ended without success.
 
     Attributes:
-        run: name of the run.
+        run: the name of the run.
     """
 
     run: str = ""
 
 
 class CellFailed(RunFailed):
-    """The cell raised in a rank, or a rank died.
+    """The cell raised an exception in a rank, or a rank died.
 
-    IPython shows the rank's own traceback, on the cell's lines, in place of this process's.
+    IPython shows the rank's traceback, with the lines of the cell, instead of one of this process.
 
     Attributes:
-        rank: global rank that failed first.
-        vm: name of the VM it ran on; empty where the run has this machine alone.
-        etype: name of the exception's class in the rank (``"SIGKILL"`` for a signal).
-        traceback_lines: the rank's traceback, formatted as IPython formats it.
-        others: how many other ranks failed after it, or in a collective that waited for it.
-        below_traceback: the message without the words in which the traceback ends; empty where it
-            is needed whole.
+        rank: the global rank that failed first.
+        vm: the name of the VM on which this rank ran; empty if the run used only this machine.
+        etype: the name of the exception's class in the rank (``"SIGKILL"`` for a signal).
+        traceback_lines: the rank's traceback, formatted by IPython.
+        others: the number of other ranks that failed afterwards, or in a collective that waited
+            for this rank.
+        below_traceback: the message without the words with which the traceback ends; empty if the
+            whole message is needed.
     """
 
     rank: int = -1
@@ -114,19 +116,19 @@ class RunLost(_NoLine, RunFailed):
 
 
 class RunStopped(_NoLine, RunFailed):
-    """A person stopped the run: by its handle, or by ``%taas stop``."""
+    """Somebody stopped the run, with its handle or with ``%taas stop``."""
 
 
 class DamagedAnswer(_NoLine, TaasError):
-    """A file of a background run is cut off; it was not read."""
+    """A file of a background run is truncated, and was not read."""
 
 
 class CannotRehearse(TaasError, RuntimeError):
-    """A call needs a real GPU; the message names it."""
+    """A call needs a real GPU; the message names the call."""
 
 
 class RehearsalWarning(UserWarning):
-    """A call has no meaning in a rehearsal; its result is neutral."""
+    """A call has no meaning in a simulated GPU environment (*rehearsal*); its result is neutral."""
 
 
 class CannotAdopt(TaasError, RuntimeError):
@@ -138,7 +140,7 @@ class RanksDisagree(CannotAdopt):
 
 
 class StorageDenied(TaasError, PermissionError):
-    """Only rank 0 writes the project; the message names path, rank and rule."""
+    """Only rank 0 writes to the project; the message names the path, the rank and the rule."""
 
 
 class DeliveryError(TaasError):
@@ -146,8 +148,8 @@ class DeliveryError(TaasError):
 
 
 class RegistrationError(DeliveryError):
-    """``taas.register`` refused the loader; the message names what cannot travel."""
+    """``taas.register`` rejected the loader; the message says why."""
 
 
 class UnitsExhausted(DeliveryError):
-    """The run's ``--units`` were taken; the message names the option to change."""
+    """The batches that ``--units`` allows are used up; the message names the option to change."""

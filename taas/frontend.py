@@ -1,6 +1,6 @@
-"""The notebook's front end: it starts cells, and shows the views of ``%taas``.
+"""The notebook's front end: run cells with a header, and show the views of ``%taas``.
 
-`taas.magics` imports this module at its first use.
+`taas.magics` imports this module when it first needs it.
 """
 
 from __future__ import annotations
@@ -57,14 +57,17 @@ __all__ = [
 
 _NO_CODE = "a header and no code below it: write the code below the header, in the same cell"
 _NO_FRAME = 1 << 30
-"""The depth of no frame: names in a header are the notebook's, not those of an IPython function."""
+"""A depth at which there is no frame.
+
+So variables in a header are looked up in the notebook, and not in a function of IPython.
+"""
 
 
 def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
     """Run a cell in ranks.
 
     Raises:
-        HeaderError: the header has an impossible request, or no code below it.
+        HeaderError: the header makes a request that cannot be met, or has no code below it.
     """
     mend(shell)
     if is_setup(header) and (why := _why_no_setup(cell)) is not None:
@@ -83,13 +86,13 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
 
 
 def mend(shell: Any) -> None:
-    """Update the lines that earlier kernels' runs left in this notebook, if the front end can."""
+    """Update the status lines of runs of earlier kernels in this notebook, if the front end can."""
     with contextlib.suppress(HeaderError):  # the project's folder was removed
         mend_lines(shell, notebook_path(shell), str(project_folder()))
 
 
 def may_be_setup(cell: str) -> bool:
-    """Tell whether the code of a setup cell may run where there is no IPython."""
+    """Tell whether the code of a setup cell can run without IPython."""
     return _why_no_setup(cell) is None
 
 
@@ -107,9 +110,9 @@ def _why_no_setup(cell: str) -> str | None:
 
 
 def note_setup(identity: str, result: Any, text: str | None) -> None:
-    """Remember a setup cell that has run without an error.
+    """Record a setup cell that has run without an error.
 
-    Without a text the cell is forgotten, because it is no longer a setup cell.
+    If ``text`` is None, the cell is no longer a setup cell, and its entry is removed.
     """
     if text is None:
         setup_cells.forget(identity)
@@ -118,9 +121,9 @@ def note_setup(identity: str, result: Any, text: str | None) -> None:
 
 
 def run_script(path: str, options: str) -> bool:
-    """Run a script as a cell; return whether it ended well.
+    """Run a script as a cell; return whether it succeeded.
 
-    The script has its header in its first lines, or ``options`` gives it.
+    The header is in the first lines of the script, or in ``options``.
     """
     try:
         text = Path(path).read_text()
@@ -143,14 +146,14 @@ def run_script(path: str, options: str) -> bool:
         run_cell(header or parse_magic_line(options), text, shell)
     except HeaderError:
         raise
-    except BaseException:  # the cell itself may raise anything
+    except BaseException:  # the code of the cell may raise any exception
         shell.showtraceback()
         return False
     return True
 
 
 class NotebookFrontend(Frontend):
-    """A notebook, as :mod:`taas.notebook.steering` sees it."""
+    """The front end in a notebook, for the verbs of :mod:`taas.notebook.steering`."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
@@ -160,28 +163,28 @@ class NotebookFrontend(Frontend):
         self.place = in_words(self.notebook, self.project)
 
     def show(self, what: Shown) -> None:
-        """Show a view: as a table in a front end, as text in a terminal."""
+        """Show a view, as a table in a notebook or as text in a terminal."""
         if hasattr(self._shell, "kernel"):
             self._shell.display_pub.publish(what._repr_mimebundle_())
         else:
             sys.stdout.write(visible(f"{what}\n"))
 
     def show_status(self) -> None:
-        """Show a table, which is updated if there is a front end."""
+        """Show a table of all runs; in a notebook it is updated continuously."""
         if hasattr(self._shell, "kernel"):
             show_live_table(self._shell.display_pub)
         else:
             super().show_status()
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run with its ranks folded below it; a front end updates it in place."""
+        """Show a run, with its ranks folded below it; in a notebook it is updated in place."""
         if not hasattr(self._shell, "kernel"):
             super().show_ranks(record)
         else:
             display(RunHandle(record))
 
     def show_findings(self, findings: Iterable[Finding]) -> None:
-        """Show findings as they are found; a front end updates one table."""
+        """Show findings as they come in; in a notebook one table is updated."""
         if not hasattr(self._shell, "kernel"):
             super().show_findings(findings)
             return
@@ -192,9 +195,9 @@ class NotebookFrontend(Frontend):
         display.show(report(known))
 
     def screen(self, plain: int | None) -> Screen:
-        """Return this cell's output."""
+        """Return the object that writes to the output of this cell."""
         return CellOutput(self._shell, plain)
 
     def attach(self, record: RunRecord) -> None:
-        """Follow a run in this cell, and take its names."""
+        """Show a run in this cell until it ends, and transfer its variables to the notebook."""
         attach(record, self._shell)

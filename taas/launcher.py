@@ -1,6 +1,7 @@
-"""Launches a run for a cell with a header: collects what it needs of the notebook and the machine.
+"""Launch a run: collect what the cell needs from the notebook and from the machine, and submit it.
 
-A ``--keep`` cell also gets what the notebook knows of the ranks that the last one has left.
+For ``--keep`` cells, this module also records which ranks the last such cell has left, and which
+variables they hold.
 """
 
 from __future__ import annotations
@@ -49,23 +50,24 @@ from taas.runs.reader import finish
 from taas.runs.records import read_record
 
 _RANK_BUFFER = 256 << 20
-"""Bytes of elements that may be under way for a rank, unless taas.toml says otherwise or memory is
-short.
+"""The size of the batches prepared ahead for one rank, in bytes.
+
+It applies unless ``delivery.buffer`` in taas.toml sets another size, or memory is short.
 """
 
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The kept ranks of a finished run, with the names that they hold."""
+    """The kept ranks of a finished run, and the variables that they hold."""
 
     record: RunRecord
     names: Kept
 
     def check(self) -> None:
-        """Raise RanksGone if the record says that the ranks do not stay any more.
+        """Raise RanksGone if the ranks have ended, according to the record.
 
-        The cell is captured for new ones then. Where the record does not say so, the supervisor
-        may: they may end at any time.
+        The cell is then captured for new ranks. Since kept ranks may end at any time, the
+        supervisor may report the same error later, even if this check passes.
         """
         record = read_record(self.record.folder)
         if record is not None and record.kept_ranks is None:
@@ -78,10 +80,10 @@ _turn = threading.RLock()
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """Let one thread of the notebook at a time launch a run, and wait for a foreground run.
+    """Let only one thread of the notebook at a time launch a run, and wait for a foreground run.
 
-    Threads would take each other's messages from the one connection to the supervisor. A call that
-    waits for its turn says so.
+    The threads share one connection to the supervisor, and would receive each other's messages. A
+    thread that has to wait for its turn prints a message.
     """
     if not _turn.acquire(blocking=False):
         say(
@@ -102,16 +104,16 @@ def launch(spec: RunSpec, cell: str, shell: Any, *, queue: bool = False) -> RunR
         spec: the cell's header.
         cell: the text below the header.
         shell: the notebook's IPython shell.
-        queue: if other runs have the devices, wait for them instead of being refused.
+        queue: if other runs use the devices, wait for these runs instead of raising an error.
 
     Returns:
-        The run's record, at once, with ``--background``; otherwise None, when the run is over.
+        With ``--background``, the run's record, at once. Otherwise None, after the run has ended.
 
     Raises:
         SyntaxError, CaptureError, EngineError: nothing was started.
         RunFailed: a rank failed, or a process of taas was killed.
-        KeyboardInterrupt: the cell was interrupted, and did not end well all the same; no rank is
-            left.
+        KeyboardInterrupt: the cell was interrupted, and did not complete in spite of this; no rank
+            is left.
     """
     global _kept
     check_syntax(cell, shell, cell_number(shell))
@@ -157,7 +159,7 @@ def _launch(
         )
         say(*loaders_in_use(loaders, captured.names))
         delivery = None
-        if loaders:  # data processes need all names, also those that kept ranks hold
+        if loaders:  # data processes need all variables, including those that kept ranks hold
             whole = captures.enter_context(names(for_data=True)) if left else captured
             delivery = make_delivery_order(whole, spec, local=local)
             if left:
@@ -175,9 +177,9 @@ def _launch(
 
 
 def _check_machine(spec: RunSpec, engine: EngineChoice, *, new_ranks: bool) -> None:
-    """Raise an EngineError if this machine lacks what a run needs, before names are captured.
+    """Raise an EngineError if this machine lacks what a run needs, before variables are captured.
 
-    ``new_ranks``: no kept ranks wait for the run, so it needs memory for new ones.
+    If ``new_ranks`` is true, the run does not use kept ranks, and needs memory for new ones.
     """
     local = engine.kind == "local"
     check_installed(engine)
@@ -191,7 +193,7 @@ def _check_machine(spec: RunSpec, engine: EngineChoice, *, new_ranks: bool) -> N
 def _run_in_background(
     submit: Submit, captured: Capture, loaders: list[Registration], shell: Any
 ) -> RunRecord:
-    """Start a run that goes on by itself; hold what it was given until it is attached."""
+    """Start a background run; hold the objects that were sent to it until it is attached."""
     with Interrupts() as interrupts:
         supervisor = get_supervisor(warm=submit.engine.kind == "local")
         record = start_background(supervisor, submit, interrupts)
@@ -202,14 +204,14 @@ def _run_in_background(
 
 
 def _run_in_front(submit: Submit, captured: Capture, shell: Any) -> RunState:
-    """Run a cell to its end; note which ranks stay after it, and what they hold."""
+    """Run a cell to its end; record which ranks stay afterwards, and what they hold."""
     global _kept
     keep = submit.cell.spec.keep
     with Interrupts() as interrupts:
         supervisor = get_supervisor(warm=submit.engine.kind == "local")
         if keep:
-            # From now on the cell changes the ranks' names. An interrupt before this leaves what is
-            # known of them unchanged.
+            # From now on the cell changes the variables of the kept ranks, so that the description
+            # of them is out of date. An interrupt before this line leaves it valid.
             _kept = None
         ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
     if keep:
@@ -219,13 +221,13 @@ def _run_in_front(submit: Submit, captured: Capture, shell: Any) -> RunState:
 
 
 def make_delivery_order(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
-    """Return the order for data workers, which read the loaders from the captured names."""
+    """Return the delivery order: data workers read the loaders from the captured variables."""
     catalog = load_catalog()
     vcpus = catalog.find(DATA_VM).vcpus
     return DeliveryOrder(
         Memory(os.getpid(), captured.fd, captured.nbytes),
-        # Data workers that wait for reads need no processor, so there are more of them than
-        # processors. The data VMs of one machine share its processors.
+        # Data workers that wait for reads use no CPU time, so there are more workers than CPUs.
+        # The data VMs of one machine share its CPUs.
         min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // spec.data_vms)) if local else vcpus,
         catalog["delivery.encrypt"],
         catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, memory_left().free // 8),
@@ -242,9 +244,9 @@ def make_submit(
     left: KeptRun | None,
     project: Path,
 ) -> Submit:
-    """Return the message that starts a run of a cell, from this notebook's state.
+    """Return the message that starts a run of a cell, built from the state of this notebook.
 
-    It tells the user which environment variables cannot be sent.
+    If there are environment variables that cannot be sent, this function tells the user which.
     """
     local = engine.kind == "local"
     gpus = visible_gpus() if local else ()
@@ -286,8 +288,8 @@ def make_submit(
 def _at_import() -> AtImport:
     """Return the state of this process that modules may read while ranks import them.
 
-    It is empty if it cannot be compared, and if there are setup cells: they run in a rank before
-    its cell imports anything, and may do anything.
+    The state is empty if it cannot be compared, or if there are setup cells: these run in a rank
+    before its cell imports anything, and may have any effect.
     """
     path, arguments = process_state.path_and_arguments()
     plain = all(isinstance(text, str) and is_utf8(text) for text in (*path, *arguments))
@@ -301,24 +303,24 @@ def _at_import() -> AtImport:
 
 
 def cell_number(shell: Any) -> int:
-    """Return the ``In[n]`` of the running cell.
+    """Return the number ``n`` of the running cell, as in ``In[n]``.
 
-    The shell's own count does not do: some releases of IPython raise it before a cell runs, some
-    after, and older ones twice for a cell whose header is wrong.
+    The shell's counter is not reliable: some releases of IPython increment it before a cell runs,
+    others afterwards, and older ones twice for a cell whose header is invalid.
     """
     running = shell.displayhook.exec_result
     return int((running and running.execution_count) or shell.execution_count)
 
 
 def notebook_path(shell: Any) -> str:
-    """Return the notebook's path; empty if neither VS Code nor Jupyter tells it to the kernel."""
+    """Return the notebook's path; empty if neither VS Code nor Jupyter passes it to the kernel."""
     return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
 
 
 def debug_rank(shell: Any) -> bool:
     """Open the debugger in the kept rank that raised the notebook's last error.
 
-    Return whether that error is a rank's.
+    Return False if that error was not raised in a rank.
     """
     error = getattr(sys, "last_value", None)
     if not isinstance(error, RunFailed):

@@ -1,4 +1,4 @@
-"""IPython glue: the cell header, ``%%taas`` and ``%taas``."""
+"""The integration into IPython: the cell header, ``%%taas``, ``%taas`` and ``%debug``."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
 try:
     from taas.notebook.completion import header_matcher
 except ImportError:
-    # Matchers of IPython 7, as on Colab, do not see the cell, so there is no Tab in headers.
+    # In IPython 7, as on Colab, matchers do not see the cell, so headers have no Tab completion.
     _MATCHERS = []
 else:
     _MATCHERS = [header_matcher]
 
 
 def _frontend() -> ModuleType:
-    """Import the module that runs and steers cells, at its first use.
+    """Import the module that runs cells and controls runs, when it is first needed.
 
-    ``import taas`` has to take less than 50 ms.
+    This keeps ``import taas`` below 50 ms.
     """
     return importlib.import_module("taas.frontend")
 
 
 def headed_cell(lines: list[str]) -> list[str]:
-    """Turn a cell with a header into a call of :meth:`TaasMagics.run_cell`.
+    """Turn a cell with a header into a call to :meth:`TaasMagics.run_cell`.
 
-    This is IPython's last cleanup step.
+    IPython calls this function as the last of its cleanup transformers.
 
     Raises:
-        SyntaxError: the cell does not compile. Raised here, IPython shows it as that of any cell;
-            raised later, it would stand below frames of IPython and taas.
+        SyntaxError: the cell does not compile. If it is raised here, IPython shows it as for any
+            other cell; if it were raised later, frames of IPython and taas would precede it.
     """
     cell = "".join(lines)
     header = find_header(cell)
     if is_setup(header) and _frontend().may_be_setup(cell):
-        return lines  # an ordinary cell, which `_note_setup` notes after it has run
+        return lines  # an ordinary cell, which `_note_setup` records after it has run
     if (
         header is None
         and lines
@@ -63,13 +63,13 @@ def headed_cell(lines: list[str]) -> list[str]:
         return ["\n", *lines[1:]]
     if header is None:
         if len(lines) == 1 and _MAGIC_LINE.match(cell) and not cell.rstrip().endswith("?"):
-            return [f"{cell.rstrip()}\n", "# no code\n"]  # otherwise IPython would advise %taas
+            return [f"{cell.rstrip()}\n", "# no code\n"]  # otherwise IPython would suggest %taas
         if lines and _MAGIC_LINE.match(lines[0]):
             _frontend().check_syntax("\n" + "".join(lines[1:]), get_ipython())
         return lines
     if header.problem is None:
         _frontend().check_syntax(cell, get_ipython())
-    # The user may have rebound the notebook's ``get_ipython``.
+    # Import IPython, because the user may have rebound the notebook's ``get_ipython``.
     return [f"__import__('IPython').get_ipython().run_cell_magic('taas', '', {cell!r})\n"]
 
 
@@ -80,7 +80,7 @@ def _is_setup_magic(line: str) -> bool:
 
 
 def _note_setup(result: Any) -> None:
-    """Note, after a cell, that it is a setup cell and has succeeded, or is no longer one."""
+    """After a cell, record whether it is a setup cell, and whether it has succeeded."""
     info = result.info
     first, _, rest = info.raw_cell.partition("\n")
     if _is_setup_magic(first):
@@ -92,13 +92,14 @@ def _note_setup(result: Any) -> None:
         _frontend().note_setup(identity, result, text if is_one else None)
 
 
-# IPython asks transformers without side effects whether a cell that is being typed is complete.
+# Otherwise IPython would also call this transformer to find out whether a cell that is being typed
+# is complete.
 headed_cell.has_side_effects = True  # type: ignore[attr-defined]
 
 
 @magics_class
 class TaasMagics(Magics):
-    """The magics of taas."""
+    """The magics ``%%taas``, ``%taas`` and ``%debug``."""
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
@@ -106,13 +107,13 @@ class TaasMagics(Magics):
 
     @cell_magic("taas")
     def run_cell(self, line: str, cell: str) -> RunHandle | None:
-        """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, as the two header lines do."""
+        """Run the cell in ranks; :func:`activate` sets the help text."""
         header = find_header(cell)
         if line.strip():
             twice = "%%taas with options above #!TYPE or #pragma taas: leave one of the two out"
             header = replace(parse_magic_line(line), problem=None if header is None else twice)
         if header is None or header.magic:
-            # the magic's own line stays, empty, so that the lines below it keep their numbers
+            # an empty line replaces that of the magic, so that the lines below keep their numbers
             cell = "\n" + cell
         header = header or parse_magic_line(line)
         try:
@@ -123,7 +124,7 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def command(self, line: str) -> None:
-        """See and steer runs (:func:`activate` sets the text from the table)."""
+        """Monitor and control runs; :func:`activate` sets the help text."""
         try:
             _frontend().do(line, _frontend().NotebookFrontend(self.shell))
         except HeaderError as error:
@@ -137,7 +138,7 @@ class TaasMagics(Magics):
 
 
 def activate(shell: Any) -> None:
-    """Register the magics, the header and their completion; a second time is harmless."""
+    """Register the magics, the header and Tab completion; calling this twice is harmless."""
     if headed_cell not in shell.input_transformers_cleanup:
         TaasMagics.command.__doc__ = help_text()
         TaasMagics.run_cell.__doc__ = (
@@ -151,16 +152,17 @@ def activate(shell: Any) -> None:
         shell.events.register("post_run_cell", _note_setup)
         _tell_late_header(shell)
         if hasattr(shell, "kernel"):
-            # imported here, because an IPython without a kernel may lack the package comm
+            # imported here, because the package comm may be missing in IPython without a kernel
             from taas.rank.comms import let_comms_travel
 
             let_comms_travel()
 
 
 def start_ahead(shell: Any) -> None:
-    """Start what the first cell will need, if a cell of the user's loads taas.
+    """If a cell of the user loads taas, start the processes that the first run will need.
 
-    The profile's startup folder may load taas in every kernel, even in those that never train.
+    This does not happen if a file in the startup folder of the IPython profile loads taas, because
+    these files also run in kernels that never train.
     """
     if sys.displayhook is shell.displayhook:
         _frontend().start_ahead()
@@ -168,9 +170,9 @@ def start_ahead(shell: Any) -> None:
 
 
 def _release_what_is_left(_result: object) -> None:
-    """After the cell that has unloaded taas, end kept ranks, and all that waits for cells.
+    """After a cell that has unloaded taas, end kept ranks, and all processes that wait for cells.
 
-    They stay if the cell loads taas again (``%reload_ext``).
+    They stay alive if the same cell has loaded taas again (``%reload_ext``).
     """
     shell = get_ipython()
     shell.events.unregister("post_run_cell", _release_what_is_left)
@@ -182,7 +184,7 @@ def _release_what_is_left(_result: object) -> None:
 
 
 def _tell_late_header(shell: Any) -> None:
-    """Tell the user that the running cell loads taas, too late for its own header."""
+    """Tell the user if the running cell, which loads taas, has a header: it has had no effect."""
     cell = shell.history_manager.input_hist_raw[-1]
     if sys.displayhook is shell.displayhook and find_header(cell) is not None:
         line = "%load_ext taas" if "load_ext" in cell else "import taas"

@@ -1,27 +1,28 @@
-"""The write rule: only rank 0 writes the project.
+"""The write rule: only rank 0 writes to the project directory.
 
-In every rank except 0, and in all that it starts (DataLoader workers, child processes, shells), the
-rule covers
-  * every way to change files, directories or links beneath the project, by whatever route: links,
-    ``..``, /proc/self/fd, a working directory from before the wall;
-  * attempts to undo it: mounting, remounting, other processes' namespaces.
-Reads stay live: every rank can load at once what rank 0 saves.
+The rule applies to every rank except 0, and to all processes that such a rank starts (DataLoader
+workers, child processes, shells). It covers
+  * all changes to files, directories or links below the project directory, on every path: through
+    links, ``..``, /proc/self/fd, or a working directory set before the write protection;
+  * attempts to remove the protection: mounting, remounting, entering namespaces of other processes.
+Reads are live: every rank can immediately load a file that rank 0 has saved.
 
-It does not cover
-  * descriptors, hard links and mappings of project files from before the wall, and other mounts of
-    the project's directories: they are the files themselves;
-  * the holes of the weaker walls, which ``taas doctor`` lists for this machine (Landlock: metadata
-    such as mode and times; no wall: everything that is not Python, and other programs);
-  * writes that a rank asks another process for: a daemon, another machine, rank 0.
+The rule does not cover
+  * file descriptors, hard links and mappings of project files that existed before the protection,
+    and other mounts of the project's directories, because they give access to the same files;
+  * the gaps of the weaker mechanisms, which ``taas doctor`` lists for this machine (Landlock:
+    metadata such as mode and times; no mechanism: writes by C code and by other programs);
+  * writes that a rank requests from another process: a daemon, another machine, rank 0.
 
-``--rank-writes`` says what happens to a write in such a rank:
-  * ``discard``: Python-level writers write to the rank's scratch, from which the rank also reads;
-    at the end of the run ``project/wall/rescued`` sorts the scratch. A write that the diversion
-    misses hits the wall, and a read that it misses does not find diverted files; if that raises an
-    error, the cell explains it. (An overlay mount would give C code the rank's own files, too, but
-    is not used: if rank 0 replaces a file by a rename, the mount silently shows the old file until
-    it is mounted again, and any process may read the file in between.)
-  * ``deny``: it raises ``StorageDenied``.
+``--rank-writes`` sets the effect of a write in such a rank:
+  * ``discard``: writes by Python code go to the rank's scratch folder, from which the rank also
+    reads; at the end of the run, ``project/wall/rescued`` sorts the files there. A write that is
+    not redirected is rejected by the write protection, and a read that is not redirected does not
+    find files in the scratch folder; if either raises an error, the cell explains it. (An overlay
+    mount would also give C code access to the rank's files, but is not used: if rank 0 replaces a
+    file by a rename, the mount silently shows the old file until it is remounted, and any process
+    may read the file in the meantime.)
+  * ``deny``: the write raises ``StorageDenied``.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from taas.project.wall.missed import explain_missing
 from taas.project.wall.table import Table
 
 _edge: boundary.Boundary | None = None
-"""The files that this process, a rank other than 0, must not write."""
+"""The files to which this process must not write; None in rank 0."""
 MECHANISMS = tuple(walls.WALLS)
 
 
 @dataclass
 class Guard:
-    """A rank's wall, in place.
+    """The write protection of a rank, which is active.
 
     Attributes:
-        mechanism: which wall, or "none (rank 0)".
-        scratch: the rank's folder for the present run.
-        denial: the error for a write that meets the wall; None in rank 0.
+        mechanism: the name of the mechanism, or "none (rank 0)".
+        scratch: the rank's scratch folder for the current run.
+        denial: the error for a rejected write; None in rank 0.
         table: the rank's view of the project; None in rank 0.
-        others: in rank 0, finds other ranks' files; None in the other ranks.
+        others: in rank 0, the object that finds other ranks' files; None in the other ranks.
     """
 
     mechanism: str
@@ -65,7 +66,7 @@ class Guard:
     others: saves.OtherRanksFiles | None = None
 
     def begin_run(self, scratch: Path, since_ns: int) -> None:
-        """Begin another run in this rank; the arguments are as in :func:`guard`."""
+        """Begin another run in this rank; the arguments are those of :func:`guard`."""
         self.scratch = scratch
         if self.others is not None:
             self.others.begin_run(scratch.parent, since_ns)
@@ -74,19 +75,19 @@ class Guard:
             self.table.begin_run(str(scratch), since_ns)
 
     def explain(self, error: BaseException) -> str | None:
-        """Explain an error that the write rule raised through C code; None for other errors."""
+        """Explain an error that the write rule caused in C code; return None for other errors."""
         if self.denial is None or self.table is None:
             return None
         return self.denial.explain(error) or explain_missing(error, self.table, self.denial)
 
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:
-    """Return a rank's scratch folder in its run's; ``project/wall/rescued`` parses these names."""
+    """Return a rank's scratch folder; ``project/wall/rescued`` parses the name of this folder."""
     return run_scratch / f"rank{rank}"
 
 
 def is_closed(path: str) -> bool:
-    """Tell whether the write rule keeps this process from writing a file."""
+    """Tell whether the write rule prevents this process from writing to a file."""
     return _edge is not None and _edge.relative(os.path.realpath(path)) is not None
 
 
@@ -101,28 +102,29 @@ def guard(
     writable: tuple[str, ...] = (),
     mechanisms: Sequence[str] = MECHANISMS,
 ) -> Guard:
-    """Put this rank behind the wall; this is the first thing that a freshly forked rank does.
+    """Write-protect the project in this rank; a process calls this early, when it becomes a rank.
 
-    The process has one thread, has not yet opened the project, and has opened whatever it needs of
-    other processes through ``/proc/<pid>/fd``. Rank 0 writes without a wall; it completes
-    checkpoints that all ranks write, and finds what others wrote into its saves.
+    At this time the process must have one thread, must not have opened files of the project yet,
+    and must have opened whatever it needs from other processes through ``/proc/<pid>/fd``. Rank 0
+    has no write protection. It completes checkpoints that all ranks write, and finds files that
+    other ranks wrote into its saves.
 
     Args:
         project: the notebook's directory.
-        rank: global rank.
-        scratch: the rank's existing folder for diverted files (``scratch_of``); it may be beneath
-            the project.
-        mode: what happens to writes to the project.
-        shared: directories in which every rank may write, relative to the project or absolute;
-            made if absent.
-        since_ns: when the run began, by the clock of the project's file system: rank 0 made all
-            later changes there.
-        writable: absolute paths that taas itself needs to write in this rank: output files,
+        rank: the global rank.
+        scratch: the rank's existing folder for redirected files (``scratch_of``); it may be below
+            the project directory.
+        mode: the effect of writes to the project.
+        shared: directories to which every rank may write, relative to the project or absolute;
+            created if they do not exist.
+        since_ns: the time at which the run began, by the clock of the project's file system;
+            later changes there are attributed to rank 0.
+        writable: absolute paths to which taas itself has to write in this rank: output files,
             sockets.
-        mechanisms: the walls to try, in order.
+        mechanisms: the mechanisms to try, in order.
 
     Raises:
-        StorageDenied: none of the walls can be raised.
+        StorageDenied: no mechanism is available.
     """
     if rank == 0:
         return _rank_0(project, scratch, since_ns, mode)
@@ -131,7 +133,7 @@ def guard(
     table = Table(edge, str(scratch), since_ns)
     mechanism = _build_wall(rank, edge, mechanisms)
     with contextlib.suppress(OSError):  # the working directory may have been removed
-        os.chdir(Path.cwd())  # by its path, which leads behind the wall
+        os.chdir(Path.cwd())  # again by its path, which now leads to the protected directory
     _edge = edge
     if mechanism == "landlock":
         _move_temporary_files(edge, scratch)
@@ -141,17 +143,21 @@ def guard(
 
 
 def _rank_0(project: str, scratch: Path, since_ns: int, mode: str) -> Guard:
-    """Let rank 0 find other ranks' files of its saves; it has no wall."""
+    """Let rank 0 find other ranks' files in its saves; it has no write protection."""
     others = saves.OtherRanksFiles(project, scratch.parent, since_ns)
     standing = Guard("none (rank 0)", scratch, others=others)
     rescued.complete_checkpoints(project, lambda: standing.scratch.parent)
-    if mode == "discard":  # else no rank has any
+    if mode == "discard":  # otherwise no other rank has files
         saves.install(others)
     return standing
 
 
 def _build_wall(rank: int, edge: boundary.Boundary, mechanisms: Sequence[str]) -> str:
-    """Build the first wall that can be had here; return its name, or raise StorageDenied."""
+    """Apply the first mechanism that is available, and return its name.
+
+    Raises:
+        StorageDenied: no mechanism is available.
+    """
     why_not = []
     for mechanism in mechanisms:
         try:
@@ -165,9 +171,9 @@ def _build_wall(rank: int, edge: boundary.Boundary, mechanisms: Sequence[str]) -
 
 
 def _move_temporary_files(edge: boundary.Boundary, scratch: Path) -> None:
-    """Move the temporary directory to the scratch if it is a parent of the project.
+    """Move the temporary directory to the scratch folder if it is a parent of the project.
 
-    Landlock denies new entries in the project's parents.
+    Landlock rejects new entries in parent directories of the project.
     """
     default = "/tmp"  # noqa: S108  it is every program's default
     named = tempfile.tempdir or os.environ.get("TMPDIR", default)

@@ -1,6 +1,6 @@
-"""Compares versions of Python and libraries between machines.
+"""Compare the versions of Python and of libraries between machines.
 
-An agent does so before it starts on a VM, a rank before it unpickles names.
+They are compared before an agent starts on a VM, and before a rank unpickles variables.
 
 This module imports only the standard library, so that it can run on a machine without taas and say
 that taas is missing.
@@ -18,9 +18,10 @@ _PARTS = {"python": 2, "torch": 3, "cloudpickle": 2, "jupyter-taas": 9}
 
 
 def versions(names: Iterable[str] = COMPARED) -> dict[str, str]:
-    """Return this process's versions of Python and of some libraries.
+    """Return the versions of Python and of some libraries in this process.
 
-    They are those of imported libraries, else of installed ones; empty for a missing one.
+    The version of a library is that of the imported module or, if it is not imported, that of the
+    installed package; it is empty if the library is missing.
     """
     found = {"python": platform.python_version()}
     for name in names:
@@ -33,21 +34,22 @@ def versions(names: Iterable[str] = COMPARED) -> dict[str, str]:
 
 
 def _imported_version(name: str) -> object:
-    """Return the version in an imported library's namespace.
+    """Return ``__version__`` from the namespace of an imported library.
 
-    It is not asked as an attribute: a lazy module would import itself.
+    This does not use ``getattr``, which would make a lazy module import itself.
     """
     try:
         return object.__getattribute__(sys.modules.get(name), "__dict__").get("__version__")
-    except AttributeError:  # it is not imported, or an object without attributes stands for it
+    except AttributeError:  # not imported, or ``sys.modules`` has an object without ``__dict__``
         return None
 
 
 def differing_versions(there: dict[str, str], here: dict[str, str]) -> str:
-    """Say which version differs between a VM and the notebook's machine; empty if none does.
+    """Describe a version that differs between a VM and the notebook's machine; empty if none does.
 
-    Python has to agree in its minor version, taas, torch and cloudpickle as they are, the others in
-    their major one. Builds of one release agree (``2.9.1+cu126`` and ``2.9.1``).
+    taas and torch have to be the same release, Python and cloudpickle the same minor version, and
+    all other libraries the same major version. Builds of one release count as equal
+    (``2.9.1+cu126`` and ``2.9.1``).
     """
     for name, ours in here.items():
         theirs, count = there.get(name, ""), _PARTS.get(name, 1)
