@@ -294,7 +294,7 @@ def _cleans_up(process: psutil.Process) -> bool:
         if command[:1] == ["torch_shm_manager"]:
             return bool(process.status() != psutil.STATUS_STOPPED)
         return any("multiprocessing.resource_tracker" in argument for argument in command)
-    except psutil.ZombieProcess:  # it is dying, and some of its threads may still exist
+    except psutil.NoSuchProcess:  # it has ended, or is dying, and some of its threads still exist
         return False
 
 
@@ -329,17 +329,20 @@ def sweep_orphans(own: Collection[int | None]) -> None:
 
 def orphans(own: Collection[int | None]) -> list[psutil.Process]:
     """Return this process's children, except ``own``; reap those that have ended."""
-    return [
-        child for child in psutil.Process().children() if child.pid not in own and not _ended(child)
-    ]
+    while True:
+        others = [child for child in psutil.Process().children() if child.pid not in own]
+        reaped = [child for child in others if _reap(child)]
+        if not reaped:
+            return [child for child in others if not _cleans_up(child)]
+        # One that died after the children were listed has handed on its own, which are not listed.
 
 
-def _ended(child: psutil.Process) -> bool:
-    """Return whether nothing is left to end: the child was reaped, or is a helper at its end."""
+def _reap(child: psutil.Process) -> bool:
+    """Reap a child, if it has ended; return whether it is gone."""
     try:
-        if child.status() == psutil.STATUS_ZOMBIE:
-            reaped, _ = os.waitpid(child.pid, os.WNOHANG)
-            return bool(reaped == child.pid)
-        return _cleans_up(child)
-    except (psutil.NoSuchProcess, ChildProcessError):
+        if child.status() != psutil.STATUS_ZOMBIE:
+            return False
+        reaped, _ = os.waitpid(child.pid, os.WNOHANG)
+        return bool(reaped == child.pid)  # not yet, while some of its threads are dying
+    except (psutil.NoSuchProcess, ChildProcessError):  # another thread has reaped it
         return True
