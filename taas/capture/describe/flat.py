@@ -383,12 +383,16 @@ class FlatStates:
     def _plain(self, value: Any, children: list[int]) -> _Content:
         children.append(self.enter(type(value)))
         attributes, slots = read_insides(value)
-        told = None if attributes is None else names_told(value, attributes)
-        names = None if told is None else self._split([*told], children)
-        # not a copy of the dict: the copy would count as another holder of the values
-        held = self._split([(attributes or {})[name] for name in told or ()], children)
-        inside = self._split([*slots.values()], children)
-        return "object", tuple(OfObject(names, held, [*slots], inside))
+        if attributes is None:
+            names, held = None, self._split([], children)
+        else:
+            told = names_told(value, attributes)
+            # not a copy of the dict: the copy would count as another holder of the values
+            parts = [attributes[name] for name in told]
+            names = told if _atomic(map(type, told)) else self._split(told, children)
+            held = self._split(parts, children)
+        inside = self._split([*slots.values()], children) if slots else []
+        return "object", (names, held, [*slots], inside)  # as OfObject has them
 
     def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Content:
         before = len(children)
@@ -445,9 +449,8 @@ class FlatStates:
         tells whether something else can hold the values. ``may_change``: containers that can change
         may stand in the blob. They may not in the blob of a constant, which is never written again.
         """
-        few = len(values) <= _LARGE
-        if _atomic(map(type, values)) and not (
-            few and any(id(value) in self._held for value in values)
+        if _atomic(map(type, values)) and (
+            len(values) > _LARGE or self._held.keys().isdisjoint(map(id, values))
         ):
             return values
         out: list[Any] = []

@@ -488,7 +488,8 @@ def fit_of(
     asked = {n for n in reached if type(heap.objects[n]) in kinds}
     renewing = {n for n in asked if libraries.renews(heap.objects[n])}
     opaque = renewing | {n for n in reached if id(heap.objects[n]) in delivered}
-    found = _Travelling(heap, roots, asked, opaque, heap.reached(roots.values(), opaque))
+    inside = heap.reached(roots.values(), opaque) if opaque else reached
+    found = _Travelling(heap, roots, asked, opaque, inside)
     fit = Fit([], {}, wrapping.any or bool(renewing), [])
     _add_misfits(fit, found, size, words)
     _add_shares(fit, found, size)

@@ -20,6 +20,7 @@ import pickle
 import types
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from taas.base.import_hooks import attributes_of
@@ -330,14 +331,14 @@ class Heap(FlatStates):
         """
         states = self.states if states is None else states
         found: set[int] = set()
-        waiting = [n for n in roots if n not in but]
-        while waiting:
-            n = waiting.pop()
-            if n in found:
-                continue
-            found.add(n)
-            children = (states[n] or NO_STATE)[2] if n < len(states) else ()
-            waiting += [child for child in children if child not in found and child not in but]
+        new = set(roots)
+        while new:  # level by level: set operations are three times as fast as a loop
+            if but:
+                new = {n for n in new if n not in but}
+            found |= new
+            known = [states[n] for n in new if n < len(states)]
+            new = set(chain.from_iterable(state[2] for state in known if state is not None))
+            new -= found
         return found
 
     def holding(

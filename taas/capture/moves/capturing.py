@@ -185,10 +185,14 @@ class Capture:
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
         self._memory = {**self._held.memory(), **memory.stretches}
-        # Ranks do not build what only data processes bind: in their answers these objects have no
-        # number.
-        of_ranks = heap.reached([*self._described.roots.values(), *self._described.places.values()])
-        heap.forget(heap.reached(self._described.only_for_data.values()) - of_ranks)
+        self._forget_what_only_data_processes_bind()
+
+    def _forget_what_only_data_processes_bind(self) -> None:
+        """Take its numbers away: ranks do not build it, and their answers do not have it."""
+        described, heap = self._described, self.heap
+        if described.only_for_data:
+            of_ranks = heap.reached([*described.roots.values(), *described.places.values()])
+            heap.forget(heap.reached(described.only_for_data.values()) - of_ranks)
 
     def _contents(self, shell: InteractiveShell | None, first: int) -> dict[str, Any]:
         """Return what the payload says beside memory; the ranks lack numbers from ``first`` on."""
