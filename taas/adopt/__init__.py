@@ -1,17 +1,17 @@
-"""Runs programs that were written for other launchers in ranks that exist already.
+"""Runs programs that were written for other launchers in the existing ranks.
 
-Each rank calls ``install`` once, before it unpickles any of the user's objects, and ``finish`` when
-the cell has ended. Nothing here starts a process, opens a connection or imports a library until the
-program needs it.
+Each rank calls ``install`` once, before it unpickles any of the user's objects, and ``finish``
+when the cell has ended. Nothing here starts a process, opens a connection or imports a library
+until the program needs it.
 
-* ``rendezvous``: the rank's position and the run's store, which replace the meeting point and the
-  backend of a program.
+* ``rendezvous``: the rank's position in the run and the run's store, which replace a program's own
+  rendezvous and backend.
 * ``launchers`` run their function in the ranks instead of new processes; rich's bars become
   displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, and the others find the files.
 * ``own_gpu`` selects this rank's GPU in all of its threads.
-* ``waits`` knows in which collective a rank waits, and breaks off its waits in C code.
+* ``waits`` finds out in which collective a rank waits, and aborts its waits in C code.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _meeting: rendezvous.Rendezvous | None = None
 def install(membership: Membership, backend: str | None = None) -> None:
     """Make this process a rank in which programs written for other launchers run.
 
-    If ``taas.rehearsal`` stands in for the GPUs, install it first. ``backend`` is used whatever the
-    program asks for.
+    If ``taas.rehearsal`` replaces the GPUs, install it first. ``backend`` overrides the backend
+    that the program asks for.
     """
     if backend is not None:
         rendezvous.choose_backend(backend)
     global _meeting
-    waits.register_backends()  # the forkserver, if there is one, has done it
+    waits.register_backends()  # the forkserver, if there is one, has done so already
     _meeting = rendezvous.install(membership)
     membership.waits.install()
     launchers.install(membership, _meeting)
@@ -61,7 +61,7 @@ def install(membership: Membership, backend: str | None = None) -> None:
 def begin_run(address: StoreAddress) -> None:
     """Begin the next run of kept ranks.
 
-    If its store is not the last run's, that run has broken groups off.
+    If its store is not that of the last run, the groups of the last run were aborted.
     """
     if _meeting is not None and _meeting.membership.begin_run(address):
         data_parallel.close()
@@ -69,20 +69,20 @@ def begin_run(address: StoreAddress) -> None:
 
 
 def join(address: StoreAddress) -> None:
-    """Join the first run of a rank that was made ahead: it has no process group to renew."""
+    """Join the first run of a rank that was prepared in advance; there is no group to recreate."""
     if _meeting is not None:
         _meeting.membership.begin_run(address)
 
 
 def explain(error: BaseException) -> str | None:
-    """Explain an error by what only taas knows; return None for other errors."""
+    """Explain an error that only taas can explain; return None for other errors."""
     return None if _meeting is None else _meeting.explain(error)
 
 
 def break_off() -> None:
-    """Let this rank's waits for other ranks fail, because it has to end.
+    """Make this rank's waits for other ranks fail, because it has to end.
 
-    A thread that does not wait calls this.
+    Called by a thread that does not wait itself.
     """
     if _meeting is not None:
         me = _meeting.membership

@@ -1,14 +1,14 @@
-"""Runs ``nn.DataParallel`` in several ranks, one process for each GPU, with its own meaning.
+"""Runs ``nn.DataParallel`` in several ranks, one process for each GPU, with the same semantics.
 
 DataParallel itself copies the module to every GPU, gives each copy a slice of the batch, and
 gathers the outputs. Here the ranks are the copies. Every rank runs the whole program and loads the
 whole batch, but inside the wrapped module it computes only its slice. The outputs are gathered, so
-that the loss is that of the whole batch on every rank, and the gradients are summed once on the way
-back (``replica_group``). When a module is wrapped, all ranks take over rank 0's parameters, buffers
-and random states. Buffers stay those of replica 0, as with DataParallel.
+that the loss is that of the whole batch on every rank, and the gradients are summed once in the
+backward pass (``replica_group``). When a module is wrapped, all ranks adopt rank 0's parameters,
+buffers and random states. Buffers stay those of replica 0, as with DataParallel.
 
 The class is changed in place, so that ``isinstance(model, nn.DataParallel)``, subclasses, and
-instances that came with the notebook's names all work.
+instances among the notebook's variables all work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SAME_BATCH = (
     " DataLoader is made (torch.manual_seed(0), and random.seed / numpy.random.seed where they are"
     " used), or give each rank its own share: DistributedDataParallel with a DistributedSampler."
 )
-Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -70,15 +70,15 @@ class Replicas:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.inside = 0
-        """Above 0 while a replica's pass is computed."""
+        """Above 0 while a replica's forward pass is computed."""
         self._passes = 0
         self.group: ReplicaGroup | None = None
-        # The previous group, which has ended. Its destructor holds the GIL and may wait for threads
-        # of gloo, which may need the GIL to free the last collective's tensors. When there is a new
-        # group, these threads have finished long ago.
+        # The previous group, which has ended. Its destructor holds the GIL and may wait for
+        # threads of gloo, which may need the GIL to free the last collective's tensors. By the
+        # time there is a new group, these threads have long finished.
         self.past: ReplicaGroup | None = None
-        # Each module's number in the program, and the device on which the program had put it, if
-        # that is another rank's GPU.
+        # Each module's number in the program, and the device on which the program had placed it,
+        # if that is another rank's GPU.
         self._modules: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device | None]] = (
             weakref.WeakKeyDictionary()
         )
@@ -92,8 +92,8 @@ class Replicas:
     def _connect(self) -> ReplicaGroup:
         """Return the ranks' group.
 
-        It is made when the program first needs it, and again after the program has destroyed all
-        groups.
+        It is created when the program first needs it, and again after the program has destroyed
+        all groups.
         """
         if self.group is None or self.group.ended:
             made = ReplicaGroup(self.membership, cuda=self.cuda)
@@ -103,10 +103,9 @@ class Replicas:
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
         """Give a module that will be divided rank 0's content on every rank.
 
-        Return its number, and the device that the program meant, if that is another one.
-
-        Programs call ``model.to("cuda:0")``. With one process for each GPU every rank needs its own
-        GPU, so the module is moved there.
+        Return its number, and the device that the program intended, if that is a different one.
+        Programs call ``model.to("cuda:0")``. With one process for each GPU every rank needs its
+        own GPU, so the module is moved there.
         """
         known, device = self._modules.get(module), _device_of(module)
         number, home = known or (len(self._modules), None)
@@ -125,9 +124,8 @@ class Replicas:
     def forward(self, module: nn.Module, batch: Batch, dim: int, home: torch.device | None) -> Any:
         """Return the module's output for the whole batch, divided along ``dim``.
 
-        This rank computes its slice.
-
-        The output goes to ``home``, or to the device on which the program had put the module.
+        This rank computes its slice. The output goes to ``home``, or to the device on which the
+        program had placed the module.
 
         Raises:
             RanksDisagree: the ranks have different batches.
@@ -149,10 +147,10 @@ class Replicas:
     def _own_random_numbers(self) -> Iterator[None]:
         """Draw from this rank's own stream inside, and restore the program's afterwards.
 
-        Dropout draws as many numbers as the slice has elements, and slices differ; drawn from the
-        program's own stream (the one that shuffles, on CPU) they would lead the ranks to different
-        batches. The stream inside follows from the program's state, the rank, and the number of
-        passes since that state changed, so the same seed gives the same run again.
+        Dropout draws as many numbers as the slice has elements, and slices differ. Drawn from the
+        program's own stream (the one that shuffles, on CPU), they would lead the ranks to
+        different batches. The stream inside is derived from the program's state, the rank, and the
+        number of passes since that state changed, so the same seed reproduces the same run.
         """
         outside = states_of_generators(cuda=self.cuda)
         origin = zlib.crc32(outside["torch"])
@@ -306,7 +304,9 @@ class ReplicaPass:
         self._error: Exception | None = None
 
     def compute(self) -> None:
-        """Run the module on this rank's slice; keep an exception until the other ranks know it.
+        """Run the module on this rank's slice.
+
+        Store an exception until the other ranks know of it.
 
         A rank without samples runs it on replica 0's slice and drops the output, so that all ranks
         have the same structure and the same graph.
@@ -347,7 +347,7 @@ class ReplicaPass:
     def _enter(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Bring batch and parameters into the replica.
 
-        Return its inputs, and by name its parameters that have gradients.
+        Return its inputs, and the parameters that have gradients, by name.
         """
         tensors, ways = tensors_of(self._batch), self._ways
         mine = 0 if self._idle else self._group.rank
@@ -411,7 +411,7 @@ class ReplicaPass:
         return self._gather(outputs)
 
     def _gather(self, described: Sequence[Sequence[tuple[tuple[int, ...], bool]]]) -> Any:
-        """Join the ranks' outputs; those with gradients cross together."""
+        """Join the ranks' outputs; those with gradients are exchanged together."""
         if len(counts := {len(outputs) for outputs in described}) > 1:
             raise CannotAdopt(
                 f"The replicas of nn.DataParallel returned different numbers of tensors ({counts}),"
@@ -454,7 +454,10 @@ class ReplicaPass:
         return Outward.apply(crossing, self._token, *rows)  # type: ignore[no-any-return]
 
     def _way(self, shapes: Sequence[tuple[int, ...]]) -> Slices:
-        """Return how an output is divided over the ranks: each adds its rows, or one scalar."""
+        """Return how an output is divided over the ranks.
+
+        Each contributes its rows or one scalar.
+        """
         dim = self._dim if shapes[0] else 0
         rows = [shape[dim] if shape else 1 for shape in shapes[: self._replicas]]
         return Slices((*rows, *(0,) * (len(shapes) - self._replicas)), dim)
@@ -484,7 +487,7 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _error_class(name: str) -> type[Exception]:
-    """Return the exception class of a name, so that programs can catch it; or RuntimeError."""
+    """Return the exception class with a name, so that programs can catch it, or RuntimeError."""
     found = getattr(torch, name, None) or getattr(builtins, name, None)
     known = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError)
     return found if isinstance(found, type) and issubclass(found, known) else RuntimeError

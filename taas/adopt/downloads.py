@@ -1,13 +1,13 @@
 """One rank downloads, and the other ranks find the files.
 
-When several ranks download MNIST into one folder, half of the runs break: the second rank finds the
-half-written files of the first one. Here torchvision's datasets with ``download=True``, the
+When several ranks download MNIST into one folder, half of the runs break: the second rank finds
+the half-written files of the first one. Here torchvision's datasets with ``download=True``, the
 download functions of ``torchvision.datasets.utils``, and those of ``torch.hub`` take turns.
 
-Inside the project rank 0 comes first, because only rank 0 writes there; outside it the first rank
-of each VM. The others wait through the run's store until it has ended. Then they continue together
-or, if it failed or wrote where they cannot see it, one after another. A lock keeps out this user's
-other runs meanwhile. Every wait is bounded.
+For files inside the project rank 0 goes first, because only rank 0 writes there; for others, the
+first rank of each VM does. The other ranks wait through the run's store until its turn has ended.
+Then they continue together or, if the first rank failed or wrote to a path that they cannot see,
+one after another. Meanwhile a lock keeps out other runs of the same user. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from taas.adopt.rendezvous import Membership
 from taas.base.import_hooks import after_import
 
 TO_FOLDER = ("download_url", "download_and_extract_archive", "download_file_from_google_drive")
-BEGIN_SECONDS = 30.0  # for the first rank to come; if it never does, the others have to continue
+BEGIN_SECONDS = 30.0  # for the first rank to begin; if it never does, the others have to continue
 END_SECONDS = 3600.0
 
 
@@ -59,7 +59,7 @@ def _adopt_functions(module: ModuleType, names: Iterable[str], turns: Turns) -> 
             source, target, *_ = signature.bind(*args, **kwargs).arguments.values()
             place = Path(target).expanduser()
             with turns.take(place, f"the download of {source}") as done:
-                # Do not even extract them again: the first rank may be reading the files already.
+                # Do not even extract them again: the first rank may already be reading the files.
                 return None if done and place.exists() else native(*args, **kwargs)
 
         return turns.membership.in_rank(native, download)
@@ -116,7 +116,7 @@ def _adopt_dataset(cls: Any, turns: Turns) -> None:
 
 
 class Turns:
-    """Takes this rank's turns."""
+    """The turns of this rank."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
@@ -124,9 +124,11 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self, place: Path, what: str) -> Iterator[bool]:
-        """Wait for this rank's turn at ``place``; yield whether ``what`` is done and visible there.
+        """Wait for this rank's turn at ``place``.
 
-        ``what`` names the download in words that are the same on every rank.
+        Yield whether ``what`` is done and visible there.
+
+        ``what`` describes the download in words that are the same on every rank.
 
         Raises:
             TimeoutError: another process has had its turn for an hour.
@@ -171,7 +173,7 @@ def _is_inside(place: Path, project: Path) -> bool:
 
 
 def _lock(place: Path, project: Path) -> contextlib.AbstractContextManager[Any]:
-    """Return the lock of a place.
+    """Return the lock of a path.
 
     It is outside the project, because not every rank may write there.
     """
@@ -179,7 +181,7 @@ def _lock(place: Path, project: Path) -> contextlib.AbstractContextManager[Any]:
     if _is_inside(folder, project):
         folder = Path(tempfile.gettempdir(), f"taas-locks-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # another user may have made it in /tmp before
+    if folder.lstat().st_uid != os.getuid():  # another user may have created it in /tmp before
         raise PermissionError(
             f"{folder}, where your runs wait for each other's downloads, was made by another user,"
             " who could hold them up. Have it removed, or set TMPDIR or JUPYTER_RUNTIME_DIR to a"

@@ -1,4 +1,4 @@
-"""Adopts launchers of processes: their functions run in the ranks that exist already.
+"""Adopts launchers of processes: their functions run in the existing ranks.
 
 A program written for one process per GPU starts these processes itself. In N ranks that would be N
 times N processes. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` and then
@@ -7,13 +7,14 @@ instance type, starts real children.
 
 Two differences from real children cannot be hidden: ``args`` are not copied, so that ``fn`` may
 change them; and a spawn that doesn't train (a pool that prepares data) looks like one that does.
-Arguments that processes would share (a queue, a tensor in shared memory, an event) are refused by
-name. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are not changed. A launcher that
-is started as a command (``!torchrun``) is not seen here; a rehearsal refuses it.
+Arguments that processes would share (a queue, a tensor in shared memory, an event) are rejected
+with an error that names the argument. ``multiprocessing.Process``, ``Pool`` and DataLoader workers
+are not changed. A launcher that is started as a command (``!torchrun``) cannot be detected here; a
+rehearsal rejects it.
 
-Lightning finds its ranks by torchrun's environment, and only needs the number of VMs; its
+Lightning finds its ranks through torchrun's environment, and only needs the number of VMs; its
 strategies that fork (``ddp_notebook``, ``ddp_spawn``) are kept from forking. rich's live displays
-become IPython's.
+become IPython displays.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ FORKING_LIGHTNING = (
 
 
 def install(membership: Membership, rendezvous: Rendezvous) -> None:
-    """Adopt ``torch.multiprocessing``'s launchers, and other libraries' when they are imported."""
+    """Adopt ``torch.multiprocessing``'s launchers now, those of other libraries on their import."""
     adopter = Adopter(membership, rendezvous)
     spawn_module.start_processes = mp.start_processes = _start_processes(membership, adopter)
     after_import("rich.live", _adopt_rich)
@@ -187,9 +188,9 @@ class Adopter:
                 raise
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
-        # This waits as long as the training takes, without a limit. An interrupt of the cell breaks
-        # it off, because it is Python code that waits. If a rank is lost, the agent ends the run,
-        # and this rank with it.
+        # This waits as long as the training takes, without a limit. An interrupt of the cell ends
+        # the wait, because it is Python code that waits. If a rank is lost, the agent ends the
+        # run, and this rank with it.
         self.membership.wait_for(prefix, ENDED)
         if failure := store.get(ENDED).decode():
             # The rank that failed will end the run with its own traceback, which says more than
@@ -227,7 +228,7 @@ class Adopter:
 
     @contextlib.contextmanager
     def _as_process_of(self, what: str, processes: int) -> Iterator[None]:
-        """Be one of ``processes`` on each VM: environment and process group have that size."""
+        """Act as one of ``processes`` on each VM; environment and process group have that size."""
         me = self.membership
         place = {
             "RANK": str(me.node * processes + me.local_rank),
@@ -238,7 +239,7 @@ class Adopter:
         try:
             with _environment(place):
                 yield
-        except SystemExit as leaving:  # a child may end like this, and its parent continues
+        except SystemExit as leaving:  # a child may exit like this, and its parent continues
             if leaving.code not in (None, 0):
                 raise
         finally:
@@ -246,14 +247,17 @@ class Adopter:
 
 
 def _without_torchrun_variables() -> contextlib.AbstractContextManager[None]:
-    """Let children that start inside not take themselves for ranks."""
+    """Keep children that start inside from taking themselves for ranks."""
     elastic = (name for name in os.environ if name.startswith("TORCHELASTIC_"))
     return _environment(dict.fromkeys((*TORCHRUN_VARIABLES, *elastic)))
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables inside, and remove those that are None; restore all afterwards."""
+    """Set these variables inside, and remove those that are None.
+
+    Restore all of them afterwards.
+    """
     before = {name: os.environ.pop(name, None) for name in variables}
     os.environ.update({name: value for name, value in variables.items() if value is not None})
     try:
@@ -268,7 +272,7 @@ def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 # ------------------------------------------------------------ arguments that processes share
 
 _COLLECTED = 64 << 20
-"""A tensor in shared memory with more bytes than this counts as a data set, which is only read."""
+"""A tensor in shared memory with more bytes than this counts as a data set that is only read."""
 _SHARED = (
     *(managers.BaseProxy, queues.Queue, queues.SimpleQueue),
     *(synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase),

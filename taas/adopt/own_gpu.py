@@ -1,12 +1,12 @@
 """Selects a rank's own GPU in all of its threads.
 
-In CUDA each thread has its own current device, and a new thread begins with GPU 0. CUDA answers any
-of its calls, even whether a stream is idle, for GPU 0, and gives the process a context there: half
-a GB of GPU 0 for each rank above 0. So the rank's own GPU is selected in the thread in which the
-program first uses CUDA, and made current in threads that taas starts.
+In CUDA each thread has its own current device, and a new thread begins with GPU 0. CUDA performs
+any call, even a query whether a stream is idle, on GPU 0, and gives the process a context there:
+half a GB of GPU 0 for each rank above 0. Therefore the rank's own GPU is selected in the thread in
+which the program first uses CUDA, and made current in threads that taas starts.
 
-Nothing here uses CUDA before the program does: until then the processes that a cell forks may use
-it.
+Nothing here uses CUDA before the program does, because until then the processes that a cell forks
+may use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Own:
     """The GPU of this rank.
 
     Attributes:
-        name: as CUDA_VISIBLE_DEVICES names it; empty if this rank has all GPUs of its VM.
+        name: its name in CUDA_VISIBLE_DEVICES; empty if this rank has all GPUs of its VM.
         index: its number in this process, once it is selected.
     """
 
@@ -84,7 +84,7 @@ def _select_before_pinning() -> None:
 def with_contexts() -> list[int]:
     """Return the devices on which this process has a context.
 
-    Any question to another device would make a context there.
+    Any query to another device would create a context there.
     """
     if _own is None or not torch.cuda.is_initialized():
         return []

@@ -1,15 +1,15 @@
 """This rank's position in the run, the run's store, and one rendezvous for every program.
 
-Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a
-shared file. Two runs on one machine would meet there, and a port that was free a moment ago may be
-taken. In a rank all of them lead to the run's store instead, which the agent has opened before the
-rank got its order (agent/torchrun.py).
+Programs bring their own rendezvous address: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``,
+a shared file. Two runs on one machine would meet there, and a port that was free a moment ago may
+be taken. In a rank, all of these addresses lead to the run's store instead, which the agent has
+opened before the rank received its job (agent/torchrun.py).
 
-torch's table of rendezvous handlers makes that possible. All calls of ``init_process_group``, by
-whatever name it was imported, of ``init_device_mesh`` and of RPC use it; a store that the program
-passes in does not, and is not changed. Each group has its own keys, which are counted for each
-size, so that a group may be destroyed and made again, and groups of fewer ranks don't change the
-count of the others.
+torch's table of rendezvous handlers makes that possible. It is used by all calls of
+``init_process_group``, under whatever name it was imported, of ``init_device_mesh`` and of RPC. A
+call with a store that the program passes in does not use it, and is not changed. Each group has
+its own keys, which are counted separately for each size, so that a group may be destroyed and
+created again, and groups of fewer ranks don't change the count of the others.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ Handler = Callable[..., Iterator[Meeting]]
 
 SCHEMES = ("env", "tcp", "file")
 CONNECT_TIMEOUT = timedelta(seconds=60)
-REMAKE_SECONDS = 600.0  # for kept ranks of all VMs to receive the names of their next cell
+REMAKE_SECONDS = 600.0  # for kept ranks of all VMs to receive the variables of their next cell
 FOREVER = float("inf")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 DESTROY_SECONDS = 10.0
 _OF_A_GROUP = ("timeout", "device_id")
-"""Arguments of ``init_process_group`` that a group which replaces the first one gets, too."""
+"""Arguments of ``init_process_group`` that are also passed on to a group that replaces the
+first.
+"""
 PART_SECONDS = 2.0
 YOUNG_SECONDS = 10.0  # after a rendezvous, until all ranks have connected
 
@@ -68,7 +70,7 @@ class Membership:
     world_size: int  # ranks of the run
     local_rank: int  # on this VM
     local_world_size: int  # ranks on this VM; the same on every VM
-    address: StoreAddress  # where the run's store is
+    address: StoreAddress  # address of the run's store
     rehearsed: int  # how many GPUs its VM has in a run without any; 0 with GPUs
     notice: Callable[[str], None]  # shows one line to the user; called on rank 0 only
     project: Path  # the notebook's directory tree; only rank 0 writes it
@@ -80,7 +82,7 @@ class Membership:
     _numbers: Counter[str] = field(default_factory=Counter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a child that is started afresh, without notices and connections."""
+        """Return the state for a child that starts afresh, without notices and connections."""
         return {**self.__dict__, "notice": None, "waits": Waits(), "_client": None, "_files": {}}
 
     @property
@@ -101,7 +103,8 @@ class Membership:
     def in_rank(self, native: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that is ``ours`` in the rank itself, and ``native`` in its children.
 
-        It has the native function's name, so that a notebook which imports it gets its own back.
+        It has the native function's name, so that a notebook into which it is imported gets its
+        own function back.
         """
 
         @functools.wraps(native)
@@ -119,7 +122,7 @@ class Membership:
     def begin_run(self, address: StoreAddress) -> bool:
         """Join the next run of kept ranks.
 
-        Return whether that has another store, as after a failure.
+        Return whether that run has another store, as after a failure.
         """
         self._told.clear()
         if address == self.address:
@@ -140,10 +143,10 @@ class Membership:
     def store(self, prefix: str) -> Store:
         """Return the run's store, with keys under ``prefix``.
 
-        On one machine each prefix has a file of its own, so that groups do not wait for each
-        other's locks. On several, all share one connection, as torch's own groups do: each new one
-        would ask the name service for the other end, which takes seconds if that service is slow.
-        Keys have the restart count there, because the store may outlive a restart.
+        On one machine each prefix has its own file, so that groups do not wait for each other's
+        locks. On several, all share one connection, as torch's own groups do: each new connection
+        would query the name service for the other end, which takes seconds if that service is
+        slow. There, keys contain the restart count, because the store may outlive a restart.
         """
         if self.address.folder:
             if prefix not in self._files:
@@ -162,7 +165,7 @@ class Membership:
         return Path(self.address.folder, quote(prefix, safe=""))
 
     def leave_store(self) -> list[Path]:
-        """Forget the open store, so that it is opened anew; return its files."""
+        """Drop the open store, so that it is opened again; return its files."""
         files = [self._file(prefix) for prefix in self._files]
         self._client = None
         self._files.clear()
@@ -184,14 +187,14 @@ class Membership:
 
 
 def in_time(seconds: float, close: Callable[[], object]) -> None:
-    """Close something in a thread, as that may wait for ever; stop waiting after some seconds."""
+    """Close something in a thread, as that may wait forever; stop waiting after ``seconds``."""
     closer = threading.Thread(target=close, name="taas-closes", daemon=True)
     closer.start()
     closer.join(seconds)
 
 
 class Rendezvous:
-    """Answers every rendezvous of this rank with the run's store."""
+    """Serves every rendezvous of this rank from the run's store."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
@@ -200,14 +203,16 @@ class Rendezvous:
         processes.
         """
         self.translated = False
-        """Whether the last group was asked for in the numbers of one VM, in a run of several."""
+        """Whether the program numbered the last group's ranks on one VM only, in a run of
+        several.
+        """
         self._last = "", 0
         self._met = 0.0
         self._parted = ""
         self._asked_for: Arguments = {}
 
     def note(self, arguments: Arguments) -> None:
-        """Record the arguments of the default group, so that it can be made again."""
+        """Record the arguments of the default group, so that it can be created again."""
         if self.membership.active and not dist.is_initialized():
             self._asked_for = {name: arguments[name] for name in _OF_A_GROUP if name in arguments}
 
@@ -216,7 +221,7 @@ class Rendezvous:
 
         Raises:
             CannotAdopt: the program wants more processes than the run has ranks, or two ranks ask
-                for the same place.
+                for the same rank number.
         """
         me = self.membership
         rank, size = self._rank_and_size(*self._ask(url))
@@ -269,7 +274,7 @@ class Rendezvous:
             self.membership.wait_for(name, "parted", PART_SECONDS)
 
     def remake_group(self) -> None:
-        """Make the default group again, if the end of the last cell broke it off.
+        """Create the default group again, if the end of the last cell aborted it.
 
         This happens only if every rank had one.
         """
@@ -302,20 +307,20 @@ class Rendezvous:
         )
 
     def explain(self, error: BaseException) -> str | None:
-        """Explain a store's timeout: name the ranks that have not come to the last group."""
+        """Explain a store's timeout: list the ranks that have not joined the last group."""
         name, size = self._last
         if not (name and isinstance(error, RuntimeError) and "timeout" in text_of(error).lower()):
             return None
         try:
             store = self.membership.store(name)
             missing = [rank for rank in range(size) if not store.check([f"claimed/{rank}"])]
-        except dist.DistError:  # the store is gone, or was broken off
+        except dist.DistError:  # the store is gone, or waits on it were aborted
             return None
         names = ", ".join(map(str, missing))
         return f"rank(s) {names} had not come to this process group of {size}" if missing else None
 
     def _ask(self, url: str) -> tuple[int, int]:
-        """Return rank and world size from the program's call, or else from the environment."""
+        """Return rank and world size from the program's call, or otherwise from the environment."""
         me, query = self.membership, parse_qs(urlparse(url).query)
         rank = query.get("rank", [os.environ.get("RANK", str(me.rank))])[0]
         size = query.get("world_size", [os.environ.get("WORLD_SIZE", str(me.world_size))])[0]
@@ -324,8 +329,8 @@ class Rendezvous:
     def _rank_and_size(self, rank: int, size: int) -> tuple[int, int]:
         """Return the rank and size in the run for a program that counts one machine only.
 
-        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. If numbers
-        continue from VM to VM, the program trains on both.
+        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. If the
+        numbers continue from VM to VM, the program trains on both.
         """
         me = self.membership
         self.translated = me.nodes > 1 and (rank, size) == (me.local_rank, self.span)
@@ -339,7 +344,7 @@ class Rendezvous:
 
 
 def install(membership: Membership) -> Rendezvous:
-    """Lead every rendezvous of this process to the run's store."""
+    """Direct every rendezvous of this process to the run's store."""
     rendezvous = Rendezvous(membership)
     # The package's attribute of this name is the function.
     handlers: dict[str, Handler] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
@@ -368,12 +373,13 @@ def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
 
 
 def _leave_run(membership: Membership, url: str) -> None:
-    """Let a child of the rank meet its siblings at the program's own meeting point.
+    """Let a child of the rank meet its siblings at the program's own rendezvous address.
 
     No agent serves a store there.
 
     Raises:
-        CannotAdopt: every rank of the run would start such children, whose groups were not meant.
+        CannotAdopt: every rank of the run would start such children, whose groups were not
+            intended.
     """
     parts = urlparse(url)
     port = os.environ.get("MASTER_PORT") if parts.scheme == "env" else parts.port
@@ -417,7 +423,7 @@ def _number_samplers_through(rendezvous: Rendezvous) -> None:
 def close_default_group() -> None:
     """Destroy a process group that the program left open, in bounded time.
 
-    gloo's threads abort a process that exits with a group alive. NCCL may wait in its destructor
+    gloo's threads abort a process that exits while a group exists. NCCL may wait in its destructor
     for work that will never end.
     """
     if dist.is_initialized():
@@ -425,9 +431,9 @@ def close_default_group() -> None:
 
 
 def choose_backend(backend: str) -> None:
-    """Use this backend for all groups (``--backend``), instead of one that a cell asks for.
+    """Use this backend for all groups (``--backend``), overriding the backend in the cell.
 
-    It is a name, or one for each device such as ``cpu:gloo,cuda:nccl``. In a rehearsal the
+    It is a name, or one name for each device such as ``cpu:gloo,cuda:nccl``. In a rehearsal the
     rewritten call is rehearsed, so that ``nccl`` still becomes ``gloo``.
 
     Raises:

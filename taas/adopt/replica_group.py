@@ -84,17 +84,18 @@ class ReplicaGroup:
 
     @property
     def ended(self) -> bool:
-        """Return whether the program has destroyed all groups since this one was made."""
+        """Return whether the program has destroyed all groups since this one was created."""
         return self._group not in TORCHS._world.pg_map
 
     def exchange(self, message: Any) -> list[Any]:
         """Exchange a small picklable message with all ranks; return all messages by rank.
 
-        Messages are sealed, because gloo accepts any peer that connects. Most messages fit one
-        collective of fixed size. If any rank's does not, all ranks learn it from the lengths.
+        Messages are sealed, because gloo accepts any peer that connects. Most messages fit into
+        one collective of fixed size. If any rank's message does not, all ranks learn it from the
+        lengths.
 
         Raises:
-            RanksDisagree: a message is not from the rank in whose place it is.
+            RanksDisagree: a message does not come from the rank at whose position it was received.
         """
         self._exchanges += 1
         # a seal is only valid for one rank's message of this exchange
@@ -133,7 +134,9 @@ class ReplicaGroup:
         return [part.tobytes() for part in every.numpy().reshape(self.size, width)]
 
     def gather(self, tensor: Tensor, way: Slices) -> Tensor:
-        """Join all ranks' tensors along the way's dimension, where each has its extent."""
+        """Join all ranks' tensors along the dimension of ``way``, which has the extent of each
+        rank.
+        """
         rows = tensor.detach().movedim(way.dim, 0)
         rest, most = rows.shape[1:], max(way.sizes)
         if rows.shape[0] < most:
@@ -183,7 +186,7 @@ def _flat(bucket: Sequence[Tensor]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes: backends don't carry every dtype."""
+    """Return the memory of a contiguous tensor as bytes, as backends don't support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -233,9 +236,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
     """Return how each tensor of the batch is divided, and how many ranks get a part.
 
-    This divides as ``nn.DataParallel`` does: by ``torch.chunk``, each tensor on its own, with no
-    more replicas than the tensor with the fewest chunks has. Scalars go to every replica. Without
-    any tensor every replica gets the same; without any argument one replica runs.
+    The division is that of ``nn.DataParallel``: by ``torch.chunk``, each tensor separately, with
+    no more replicas than the tensor with the fewest chunks has. Scalars go to every replica.
+    Without any tensor every replica gets the same; without any argument one replica runs.
     """
     sizes = [_chunks(t.shape[dim], ranks) if t.dim() else None for t in tensors_of(batch)]
     counts = [len(chunks) for chunks in sizes if chunks is not None]
@@ -253,10 +256,10 @@ def _chunks(length: int, ranks: int) -> tuple[int, ...]:
 
 
 class Crossing(NamedTuple):
-    """How the tensors of one crossing travel."""
+    """How the tensors of one crossing are divided and exchanged."""
 
     group: ReplicaGroup
-    ways: tuple[Slices | None, ...]  # how each tensor is divided; None: it crosses whole
+    ways: tuple[Slices | None, ...]  # how each tensor is divided; None: it is sent whole
     device: torch.device  # where this rank computes
 
 

@@ -1,20 +1,20 @@
-"""Knows where a rank waits for other ranks, and breaks such waits off.
+"""Finds out where a rank waits for other ranks, and aborts such waits.
 
 While the main thread waits in gloo or in a store, no Python signal handler runs, and none of
-torch's own aborts ends that wait. But another thread can take away the object of the wait. Then the
-wait fails at once, and a pending KeyboardInterrupt is raised instead of torch's error. The other
+torch's own aborts ends that wait. But another thread can remove the object of the wait. The wait
+then fails at once, and a pending KeyboardInterrupt is raised instead of torch's error. The other
 ranks' collectives of the same group fail, too.
 
 * gloo waits on TCP sockets, which fail when they are shut down. They are the sockets that appear
-  while torch makes a group. The listening one stays, because gloo ends the process if it fails.
-* NCCL has its own abort (below) for finished communicators. A group's first collective makes the
+  while torch creates a group. The listening one stays, because gloo ends the process if it fails.
+* NCCL has its own abort (below) for finished communicators. A group's first collective creates the
   communicator, together with all ranks. If one of them never comes, the others wait there on TCP
   sockets; this is the most common wait of all.
-* A store on one machine is a file that each wait opens again and again. It is replaced by a link to
-  itself, which cannot be opened.
+* A store on one machine is a file that each wait opens again and again. It is replaced by a link
+  to itself, which cannot be opened.
 * A store on several machines is a TCP connection of this rank.
 
-A group that is made afterwards has another store, and works.
+A group that is created afterwards has another store, and works.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Waits:
 
     def __init__(self) -> None:
         self._there: set[int] = set()
-        """Inodes of the sockets that this process had before it was a rank."""
+        """Inodes of the sockets that this process had before it became a rank."""
         self._of_groups: set[int] = set()
-        """Inodes of the connected sockets that appeared while a group was made."""
+        """Inodes of the connected sockets that appeared while a group was created."""
         self._before: set[int] | None = None
-        """Inodes of the sockets that existed before the group that is being made."""
+        """Inodes of the sockets that existed before the group that is being created."""
 
     def install(self) -> None:
-        """Note the sockets of all groups that are made from now on."""
+        """Record the sockets of all groups that are created from now on."""
         module: Any = dist.distributed_c10d
         native = module._new_process_group_helper
         self._there = set(_tcp_sockets())
@@ -77,12 +77,11 @@ class Waits:
         module._new_process_group_helper = make
 
     def break_off(self, store: StoreAddress, files: Iterable[Path]) -> None:
-        """Let every wait of this rank fail, also in the store's files.
+        """Make every wait of this rank fail, including those in the store's files.
 
-        A thread that does not wait calls this.
-
-        NCCL comes first: if a communicator's sockets fail before it is aborted, NCCL takes that for
-        a network error, and torch's watchdog may end the process.
+        Called by a thread that does not wait itself. NCCL comes first: if a communicator's sockets
+        fail before it is aborted, NCCL takes that for a network error, and torch's watchdog may
+        end the process.
         """
         backends = nccl_backends()
         abort_nccl(backends)
@@ -99,9 +98,9 @@ class Waits:
                 loop.replace(path)
 
     def _to_shut(self, sockets: Mapping[int, TcpSocket], store: StoreAddress) -> list[int]:
-        """Choose the connected sockets of groups, and of a store elsewhere.
+        """Choose the connected sockets of groups, and of a store on another machine.
 
-        A group that is being made counts, too.
+        A group that is being created counts, too.
         """
         before = self._before
         chosen = []
@@ -117,7 +116,7 @@ class Waits:
 
         They belong to C code (not to a socket object of Python), were opened since this process
         became a rank, and are in no epoll set: NCCL polls each in turn, while gloo, event loops,
-        zmq and gRPC use epoll sets. Connections of clients in C (databases, storage) are chosen as
+        zmq and gRPC use epoll sets. Connections of C clients (databases, storage) are chosen as
         well; the next call opens them again.
         """
         elsewhere = _waited_for_by_epoll() | _of_python()
@@ -158,13 +157,13 @@ def _waited_for_by_epoll() -> set[int]:
 
 def _of_python() -> set[int]:
     """Return the descriptors of Python's socket objects."""
-    # issubclass, because isinstance would ask proxies
+    # issubclass, because isinstance would call into proxy objects
     ours = [value for value in gc.get_objects() if issubclass(type(value), socket.socket)]
     return {value.fileno() for value in ours}
 
 
 def _shut(found: TcpSocket) -> None:
-    """Let waits on a socket fail; its owner still has to close it."""
+    """Make waits on a socket fail; its owner still has to close it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as ours:
         ours.shutdown(socket.SHUT_RDWR)
 
@@ -192,11 +191,11 @@ def register_backends() -> None:
     """Register torch's backends for process groups, so that ``nccl`` can be aborted.
 
     torch itself does this when a name is first used. The forkserver does it once for all ranks,
-    because torch searches all installed packages, which takes 20 ms. If the environment chooses the
+    because torch searches all installed packages, which takes 20 ms. If the environment selects an
     NCCL backend, that one is used.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
-    # before torch 2.13 names need no registration, and "nccl" is the one that can be aborted
+    # Before torch 2.13 names need no registration, and "nccl" is the one that can be aborted.
     if register is None:
         return
     chosen_before = os.environ.get(_CHOICE_OF_NCCL)
@@ -206,7 +205,7 @@ def register_backends() -> None:
             register(name)
     finally:
         if chosen_before is None:
-            del os.environ[_CHOICE_OF_NCCL]  # what ranks inherit is the notebook's environment
+            del os.environ[_CHOICE_OF_NCCL]  # ranks inherit the notebook's environment
 
 
 def nccl_backends() -> list[Any]:
@@ -238,8 +237,8 @@ def waits_at_full_speed(thread: int) -> bool:
 def abort_nccl(found: Iterable[Any]) -> None:
     """Abort these backends, so that all waits in them fail.
 
-    Each abort has a thread of its own, because it may wait for another rank's, which may have begun
-    with another group. After :data:`ABORT_SECONDS` the threads are left alone.
+    Each abort has a separate thread, because it may wait for the abort of another rank, which may
+    have begun with another group. After :data:`ABORT_SECONDS` the threads are abandoned.
     """
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="taas-aborts", daemon=True)
@@ -260,10 +259,9 @@ def _abort(backend: Any) -> None:
 def gpu_is_busy() -> bool:
     """Return whether a GPU has unfinished work; any thread may call this.
 
-    If it has, a collective may be waiting, and the main thread waits for it at full speed.
-
-    This looks at the default stream of each device that the program uses, because that stream waits
-    for the streams of collectives.
+    If it has, a collective may be waiting, and the main thread waits for it in a busy loop. This
+    checks the default stream of each device that the program uses, because that stream waits for
+    the streams of collectives.
     """
     try:
         with own_gpu.current():
@@ -276,7 +274,9 @@ def gpu_is_busy() -> bool:
 
 @contextlib.contextmanager
 def beside_gpu_work() -> Iterator[None]:
-    """Let copies from GPUs in this thread not wait for earlier GPU work, which may never end."""
+    """Keep copies from GPUs in this thread from waiting for earlier GPU work, which may
+    never end.
+    """
     with contextlib.ExitStack() as stack:
         # outermost, so that at the end no other device stays selected
         stack.enter_context(own_gpu.current())
@@ -297,10 +297,8 @@ _COLLECTIVES = (
 def is_in_a_collective(thread: int) -> bool:
     """Return whether a thread runs torch's own code for collectives.
 
-    Another thread calls this.
-
-    The first collective makes NCCL's communicator, and polls its sockets meanwhile: such a thread
-    waits for other ranks, and uses the processor.
+    Called by another thread. The first collective creates NCCL's communicator, and polls its
+    sockets meanwhile: such a thread waits for other ranks while it uses the processor.
     """
     frame = sys._current_frames().get(thread)
     while frame is not None and "/torch/" in frame.f_code.co_filename:
@@ -335,7 +333,7 @@ def pending_collective() -> str:
             entry for entry in entries if not entry["retired"] and entry["state"] != "completed"
         )
         return next((_in_words(entry) for entry in active), "")
-    except Exception:  # torch promises nothing about the form of the dump
+    except Exception:  # torch does not document the format of the dump
         return ""
 
 

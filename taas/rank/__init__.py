@@ -1,1 +1,1 @@
-"""The processes that run a cell: one torch.distributed rank each."""
+"""The processes that run a cell, one per torch.distributed rank."""

@@ -1,13 +1,13 @@
-"""A rank's connection to its agent, read by a thread of its own from its first cell on.
+"""A rank's connection to its agent, read by a dedicated thread from the rank's first cell on.
 
-So a rank whose main thread is in C code is still heard, and answers. The link carries messages, and
-each goes to whom it concerns: what the main thread is at, and is asked, to the
-:class:`~taas.rank.main_thread.MainThreadWatch`; who says how the cell ended, to the
+A rank whose main thread is in C code therefore still receives messages and replies to them. The
+link only carries messages. Those about the main thread's activity go to the
+:class:`~taas.rank.main_thread.MainThreadWatch`, those about how the cell ended to the
 :class:`~taas.rank.last_word.LastWord`.
 
-What a cell asks the person at the keyboard goes by the agent into the run's record, where whoever
-shows the run in a notebook finds it (notebook/view/live_view.py); the reply comes back by the
-agent.
+When a cell asks the user for keyboard input, the request goes through the agent into the run's
+record, where the code that shows the run in a notebook finds it (notebook/view/live_view.py). The
+reply comes back through the agent.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from taas.runs import stacks
 _read = MessageReader(RankHears)
 
 Order = tuple[RankStart, int]
-"""What to be, and a descriptor of the packed names."""
+"""A job, and a file descriptor of the packed variables."""
 
 
 class AgentLink:
-    """What one rank and its agent say to each other.
+    """The messages between one rank and its agent.
 
     Attributes:
-        last_word: how the cell ended, and who says that.
+        last_word: how the cell ended, and which thread reports it.
     """
 
     def __init__(self, agent: socket.socket) -> None:
@@ -60,22 +60,22 @@ class AgentLink:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._answered: Callable[[Answer | None], None]
         self._watch: MainThreadWatch | None = None
-        """It is there from the first cell on, as the link's thread is."""
+        """Set from the first cell on, like the link's thread."""
         self.last_word = LastWord(self.send)
 
     @property
     def in_rank(self) -> bool:
-        """Whether this process is the rank, and not one that the cell forked."""
+        """Whether this process is the rank itself, not a child that the cell forked."""
         return os.getpid() == self._pid
 
     @property
     def in_cell(self) -> bool:
-        """Whether this process is the rank, and its cell runs: the agent is heard."""
+        """Whether this process is the rank, and its cell runs, so that the agent is heard."""
         return self.in_rank and self.last_word.is_open
 
     @property
     def broken_off(self) -> bool:
-        """Whether the main thread's waiting for other ranks was made to fail in this cell."""
+        """Whether a wait of the main thread for other ranks was aborted in this cell."""
         return self._watch is not None and self._watch.broken_off
 
     def send(self, message: Message) -> None:
@@ -83,9 +83,13 @@ class AgentLink:
         send(self._agent, pack(message))
 
     def next_order(self) -> Order | GetReady | None:
-        """Return the next order; None: this process may leave. EOFError: the agent is gone.
+        """Return the next job, or None if this process may exit.
 
-        Before its first order a process may be told to get ready for that.
+        Before its first job, a process may receive :class:`GetReady`, which tells it to prepare
+        for that job.
+
+        Raises:
+            EOFError: the agent is gone.
         """
         if self._watch is not None:  # the link's thread reads
             return self._orders.get()
@@ -94,7 +98,10 @@ class AgentLink:
         return said if isinstance(said, GetReady) else _order(said, descriptors)
 
     def has_word(self) -> bool:
-        """Whether a message of the agent waits, or the agent is gone; before the first cell."""
+        """Whether a message from the agent is waiting, or the agent is gone.
+
+        Called before the first cell.
+        """
         poll = select.poll()
         poll.register(self._agent.fileno(), select.POLLIN)
         return bool(poll.poll(0))
@@ -102,24 +109,25 @@ class AgentLink:
     def begin_cell(
         self, pack_names: Callable[..., RankEnded], answered: Callable[[Answer | None], None]
     ) -> None:
-        """Answer the agent while a cell runs; called once other threads may start.
+        """Handle the agent's messages while a cell runs; called once other threads may start.
 
-        The agent asks nothing of the cell before this rank has said that it begins. So the order
-        matters only where something else may come: the last word is open, and the handlers are
-        there, before SIGINT works again and before the thread reads.
+        The agent requests nothing of the cell before this rank has reported that the cell begins.
+        The order therefore matters only for signals and messages from elsewhere: the last word is
+        opened and the handlers are installed before SIGINT works again and before the thread
+        reads.
 
         Args:
-            pack_names: makes the rank's last word with its names as they stand; with
-                ``last=False``, one that holds if it says no other.
-            answered: takes what the person at the keyboard answered; None: they have interrupted
-                the cell.
+            pack_names: builds the rank's last word with its variables in their current state; with
+                ``last=False``, one that counts only if the rank sends no other.
+            answered: receives the user's keyboard input, or None if the user has interrupted the
+                cell.
         """
         self._answered = answered
         watch = self._watch or MainThreadWatch(self.last_word, self.send)
         watch.begin_cell()
         self.last_word.begin_cell(pack_names)
         if self._watch is not None:
-            # the end of the last cell has taken it away
+            # The end of the previous cell removed this handler.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
         self._watch = watch
@@ -136,7 +144,8 @@ class AgentLink:
         while True:
             wait = watch.wait
             ready = dict(poll.poll(None if wait is None else wait * 1000))
-            # A sign comes before the message that asks for it, if both are there: see ask_for_sign.
+            # If a sign and the message that asks for it are both there, the sign is handled first:
+            # see ask_for_sign.
             if watch.source in ready:
                 watch.take_sign()
             if self._agent.fileno() in ready:
@@ -159,7 +168,7 @@ class AgentLink:
             case RankRequest(what="taken"):
                 self.last_word.forget_names()
             case RankRequest(what="leave") if self.last_word.is_given:
-                os._exit(1)  # the main thread is held in a signal handler, or in C code
+                os._exit(1)  # the main thread is stuck in a signal handler or in C code
             case RankRequest(what="collective"):
                 stacks.note_collective(adopt.pending_collective())
                 self.send(RankStage(stage="wrote"))
@@ -174,9 +183,9 @@ def _order(said: Message, descriptors: list[int]) -> Order | None:
 
 
 class Keyboard:
-    """The notebook's keyboard for one cell of a rank: ``input()``, ``getpass`` and debuggers.
+    """The notebook's keyboard for one cell of a rank: ``input()``, ``getpass``, debuggers.
 
-    Threads that ask take turns; ``flush`` sends what was printed before a question.
+    Threads that ask take turns. ``flush`` sends the output that was printed before a question.
     """
 
     def __init__(self, rank: int, link: AgentLink, flush: Callable[[], object]) -> None:
@@ -191,17 +200,20 @@ class Keyboard:
         )
 
     def answer(self, answer: Answer | None) -> None:
-        """Take an answer, or None: nothing is asked any more. One that came too late is dropped."""
+        """Receive a reply, or None if no further input is possible.
+
+        A reply that comes too late is dropped.
+        """
         self._interrupted = self._interrupted or answer is None
         self._answers.put(answer)
 
     def _ask(self, prompt: str, *, hidden: bool) -> str:
-        """Ask, and wait.
+        """Ask the user, and wait for the reply.
 
         Raises:
-            EOFError: nobody can answer here, or the cell was interrupted before: a debugger then
-                leaves.
-            StdinNotImplementedError: the notebook's front end cannot ask.
+            EOFError: nobody can reply here, or the cell was interrupted before; a debugger then
+                exits.
+            StdinNotImplementedError: the notebook's front end cannot ask for input.
         """
         if not self._link.in_cell:
             raise EOFError(

@@ -1,13 +1,14 @@
 """Cells with a top-level ``await``: an interrupt is raised in the code that awaits.
 
 IPython runs such a cell as a coroutine in an event loop. A ``KeyboardInterrupt`` that is raised
-while the loop waits leaves the loop, and the coroutine stays suspended for ever. So here the
-handler of SIGINT cancels the cell's task instead, as ``asyncio.Runner`` does, and the loop runs
-until the task has come to its end.
+while the loop waits leaves the loop, and the coroutine stays suspended forever. Here, the SIGINT
+handler instead cancels the cell's task, as ``asyncio.Runner`` does, and the loop runs until the
+task has finished.
 
-What the cell's code sees is both: a ``CancelledError``, as in a notebook's kernel (ipykernel
-cancels the cell, too), and a ``KeyboardInterrupt``, as in any cell without ``await``. So either
-``except`` takes it, and an error of the cell that nobody takes is an interrupt.
+The exception that the cell's code sees is both a ``CancelledError``, as in a notebook's kernel
+(ipykernel cancels the cell, too), and a ``KeyboardInterrupt``, as in any cell without ``await``.
+Either ``except`` clause catches it, and if the cell does not catch it, the cell counts as
+interrupted.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from IPython.core.interactiveshell import InteractiveShell
 
 
 class _CellInterrupted(asyncio.CancelledError, KeyboardInterrupt):
-    """What an interrupt raises where the cell awaits."""
+    """Raised at the ``await`` of a cell that is interrupted."""
 
 
-# its readers know an interrupt by this name
+# Readers of the record recognize an interrupt by this class name.
 _CellInterrupted.__name__ = _CellInterrupted.__qualname__ = KeyboardInterrupt.__name__
 
 
 class _Cell(Coroutine[Any, Any, Any]):
-    """A cell's coroutine, in which the cancellation that follows an interrupt is that interrupt."""
+    """A cell's coroutine, in which the cancellation by an interrupt becomes that interrupt."""
 
     def __init__(self, cell: Coroutine[Any, Any, Any]) -> None:
         self._cell = cell
@@ -38,24 +39,28 @@ class _Cell(Coroutine[Any, Any, Any]):
         self.task: asyncio.Task[Any]
 
     def interrupt(self) -> None:
-        """Cancel what the cell awaits; called in the loop's thread, outside the cell's own code."""
+        """Cancel the awaited operation.
+
+        Called in the loop's thread, outside the cell's own code.
+        """
         self._interrupted = True
         self.task.cancel()
 
     def send(self, value: Any, /) -> Any:
-        """Go on."""
+        """Resume the cell."""
         return self._cell.send(value)
 
     def throw(self, error: Any, value: Any = None, traceback: Any = None, /) -> Any:
-        """Go on with an error."""
+        """Resume the cell with an error."""
         if self._interrupted and isinstance(error, asyncio.CancelledError):
             self._interrupted = False
-            self.task.uncancel()  # its except and finally may await: nothing else is cancelled
+            # its except and finally clauses may await: nothing else is cancelled
+            self.task.uncancel()
             error = _CellInterrupted()
         return self._cell.throw(error)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the cell's coroutine."""
         self._cell.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -64,7 +69,7 @@ class _Cell(Coroutine[Any, Any, Any]):
 
 
 def _run(cell: Coroutine[Any, Any, Any]) -> Any:
-    """Run a cell in IPython's own loop, to its end."""
+    """Run a cell to its end in IPython's own event loop."""
     loop = asyncio_loop()
     wrapped = _Cell(cell)
     task = wrapped.task = loop.create_task(wrapped)
@@ -73,7 +78,7 @@ def _run(cell: Coroutine[Any, Any, Any]) -> Any:
             try:
                 return loop.run_until_complete(task)
             except KeyboardInterrupt:
-                # raised in a task beside the cell, or by a handler of the cell's own
+                # raised in a task other than the cell's, or by a handler that the cell has set
                 if task.done():
                     raise
                 wrapped.interrupt()
@@ -81,13 +86,13 @@ def _run(cell: Coroutine[Any, Any, Any]) -> Any:
 
 @contextlib.contextmanager
 def _interrupts_cancel(cell: _Cell, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Let SIGINT interrupt the cell while the loop runs; a handler that somebody has set stays."""
+    """Let SIGINT interrupt the cell while the loop runs, unless another handler has been set."""
 
     def interrupt(number: int, frame: object) -> None:
         if asyncio.current_task(loop) is not None:
-            raise KeyboardInterrupt  # in Python code of the cell, which runs
+            raise KeyboardInterrupt  # Python code of the cell is running
         cell.interrupt()
-        loop.call_soon_threadsafe(lambda: None)  # the loop may wait in the system, and looks again
+        loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits in a system call
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -101,7 +106,7 @@ def _interrupts_cancel(cell: _Cell, loop: asyncio.AbstractEventLoop) -> Iterator
 
 
 def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which IPython runs cells; before IPython 8 the thread's own."""
+    """Return the loop in which IPython runs cells; before IPython 8, the thread's own loop."""
     try:
         from IPython.core.async_helpers import get_asyncio_loop
     except ImportError:
@@ -111,4 +116,4 @@ def asyncio_loop() -> asyncio.AbstractEventLoop:
 
 
 LOOP_RUNNERS = {**InteractiveShell.loop_runner_map, "asyncio": (_run, True)}
-"""How IPython runs cells by the library that they are written for (``%autoawait``)."""
+"""How IPython runs cells for each async library (``%autoawait``)."""

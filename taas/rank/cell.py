@@ -1,4 +1,4 @@
-"""One cell in one rank: it runs, and what is to be said of its end."""
+"""Run one cell in one rank, and report how it ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from taas.rank.users_traceback import lines_of
 from taas.rank_storage import Guard
 
 _LATE_SECONDS = 5.0
-"""Threads that take longer after the cell's last line are named."""
+"""Threads that run for longer than this after the cell's last line are listed for the user."""
 _WITHOUT_WALL = (
     "rank writes: this machine gives no wall (taas doctor says why), so of ranks other than 0 only"
     " what Python's own functions write was kept out of the project: C libraries and other programs"
@@ -38,7 +38,7 @@ _WITHOUT_WALL = (
 
 
 def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) -> RankEnded:
-    """Run the cell of an order, and pack what it changed; returns how it ended in this rank."""
+    """Run the cell of a job and pack the variables it changed; return how it ended in this rank."""
     keyboard = Keyboard(start.rank, link, outlet.flush)
     link.begin_cell(partial(_last_word, start.rank, rank.arrival, link), keyboard.answer)
     ended, value = _run_to_end(start, rank, link)
@@ -54,30 +54,33 @@ def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) 
 
 
 def _leave_as_child(ended: RankEnded, outlet: Outlet) -> NoReturn:
-    """End a process that the cell forked and let run on to the cell's end: it is not the rank."""
+    """End a process that the cell forked and that ran on to the cell's end: it is not the rank."""
     sys.stderr.write("\n".join(ended.traceback))
     outlet.flush()
     os._exit(0 if ended.outcome == "done" else 1)
 
 
 def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
-    """Run the cell until it is over, also on GPUs; then no interrupt reaches this thread."""
+    """Run the cell to its end, including its GPU work.
+
+    Afterwards, no interrupt reaches this thread.
+    """
     value: Any = None
     try:
-        try:  # from now on it may be interrupted
+        try:  # from here on the cell may be interrupted
             link.send(RankStage(stage="begun", rank=start.rank))
             ended, value = _run_code(start, rank, link)
         except KeyboardInterrupt as error:
-            # it came before the cell's first line, or after its last
+            # the interrupt came before the cell's first line or after its last
             ended = failed(start.rank, error)
         link.last_word.end_cell()
-    except KeyboardInterrupt:  # it came when the end was known
+    except KeyboardInterrupt:  # the interrupt came when the outcome was already known
         link.last_word.end_cell()
     return ended, value
 
 
 def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
-    """Run the cell; whatever it does to the process, say how it ended."""
+    """Run the cell and report how it ended, whatever it does to the process."""
     shell = rank.shell
     result = shell.run(start.order.cell.text)
     error = result.error_before_exec or result.error_in_exec
@@ -97,16 +100,18 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
         print("\n".join(lines))  # noqa: T201  the cell shows it
         pdb.post_mortem(error.__traceback__)
     ended = failed(start.rank, error, lines, _reason(error, rank))
-    # torch raises a RuntimeError for a collective that was broken off
+    # torch raises a RuntimeError for a collective that was aborted
     if link.broken_off and isinstance(error, RuntimeError):
         ended = msgspec.structs.replace(ended, outcome="interrupted")
     return ended, None
 
 
 def wait_for_threads(rank: int) -> None:
-    """Wait for executors and threads that are no daemons, as Python's end does; say if it lasts.
+    """Wait for executors and non-daemon threads, as Python does at exit.
 
-    Python's own way swallows an interrupt, from 3.13.
+    Print a line if it takes long.
+
+    Python's own way swallows an interrupt from Python 3.13 on.
     """
     late = threading.Timer(_LATE_SECONDS, _say_who_is_late, [rank])
     late.daemon = True
@@ -134,7 +139,7 @@ def _say_who_is_late(rank: int) -> None:
 
 
 def _error_of_gpus(order: RankOrder) -> BaseException | None:
-    """Wait for the GPUs; what fails there after the cell's last line is the cell's failure, too."""
+    """Wait for the GPUs; an error there after the cell's last line also fails the cell."""
     try:
         if order.gpus:
             capture.wait_for_devices()
@@ -151,7 +156,7 @@ def _error_of_gpus(order: RankOrder) -> BaseException | None:
 
 
 def _reason(error: BaseException, rank: Prepared) -> str | None:
-    """What taas knows of an error that its user cannot know."""
+    """Return an explanation that taas has for an error and its user cannot know."""
     left_behind = rank.arrival.left_behind
     if isinstance(error, BdbQuit):
         return "its debugger was quit"
@@ -163,7 +168,7 @@ def _reason(error: BaseException, rank: Prepared) -> str | None:
 def failed(
     number: int, error: BaseException, lines: Sequence[str] = (), reason: str | None = None
 ) -> RankEnded:
-    """Say how a cell ended that raised, with the traceback's lines, and what taas knows of it."""
+    """Report how a cell that raised ended, with its traceback and the explanation of taas."""
     outcome, text = "raised", text_of(error)
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         outcome = "exited" if isinstance(error, SystemExit) else "interrupted"
@@ -178,15 +183,15 @@ def failed(
 
 
 def _joint(text: str) -> str:
-    """Return what stands between the text of an error and what taas knows of it."""
+    """Return the separator between the text of an error and the explanation of taas."""
     return "" if not text else " " if text.endswith(".") else ": "
 
 
 def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True) -> RankEnded:
-    """Pack rank 0's names, as they stand if the cell has failed; ``last``: for good.
+    """Pack rank 0's variables, in their current state if the cell has failed.
 
-    A failure to do so is the run's failure, never silent; where the run has failed already, it says
-    so besides.
+    If packing fails, the run fails with that error. If the run has already failed, the error is
+    added as a notice. ``last`` tells whether this is the final version.
     """
     done = ended.outcome == "done"
     try:
@@ -202,7 +207,10 @@ def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True
 
 
 def _pack_collected(start: RankStart) -> list[str]:
-    """Write down what the header asks of each rank; returns why that was not possible."""
+    """Store the variables that the header collects from each rank.
+
+    Return why that was impossible.
+    """
     names, folder = sys.modules["__main__"].__dict__, Path(start.staged.output) / str(start.rank)
     try:
         collected.pack(start.order.cell.spec.collect, names, folder)
@@ -214,12 +222,12 @@ def _pack_collected(start: RankStart) -> list[str]:
 
 
 def said_of_wall(wall: Guard) -> tuple[str, ...]:
-    """Say where a rank other than 0 has no wall."""
+    """Return a notice for a rank other than 0 that has no write protection."""
     return (_WITHOUT_WALL,) if wall.denial is not None and wall.mechanism == NO_WALL else ()
 
 
 def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
-    """Say what of the output was lost to a full disk."""
+    """Return a notice if output was lost because the disk was full."""
     lost = (
         f"{outlet.events.lost_bytes:,} bytes of the output of rank {ended.rank} were lost, because"
         " the disk of the run's folder is full. The run went on. `%taas history` shows where old"
@@ -229,8 +237,9 @@ def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
 
 
 def _last_word(number: int, arrival: Any, link: AgentLink, *, last: bool = True) -> RankEnded:
-    """Say how a rank with a stuck main thread ended; unless ``last``, how it would end now."""
-    beside = threading.current_thread() is not threading.main_thread()  # which sleeps in C code
+    """Report how a rank with a stuck main thread ended; unless ``last``, how it would end now."""
+    # and that thread sleeps in C code
+    beside = threading.current_thread() is not threading.main_thread()
     ended = failed(number, KeyboardInterrupt())
     ended = msgspec.structs.replace(
         ended, asleep=beside or link.broken_off or _comes_from_collective()
@@ -242,7 +251,7 @@ def _last_word(number: int, arrival: Any, link: AgentLink, *, last: bool = True)
 
 
 def _comes_from_collective() -> bool:
-    """Whether this thread is just handling an error that torch.distributed has raised."""
+    """Whether this thread is currently handling an error that torch.distributed has raised."""
     traceback_of = sys.exc_info()[2]
     while traceback_of is not None:
         if "/torch/distributed/" in traceback_of.tb_frame.f_code.co_filename:
@@ -252,5 +261,5 @@ def _comes_from_collective() -> bool:
 
 
 def with_notices(ended: RankEnded, said: Sequence[str]) -> RankEnded:
-    """Add lines for the user."""
+    """Add notices for the user."""
     return msgspec.structs.replace(ended, notices=(*ended.notices, *said))

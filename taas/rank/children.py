@@ -1,9 +1,10 @@
 """Processes that a cell starts itself with ``multiprocessing``.
 
-A forked child has all that its rank has. ``spawn`` and ``forkserver`` start a fresh Python and send
-it the ``Process`` object as a pickle, in which a function of a script is a name of its file. A
-notebook has no file: functions and classes of the cells go by value here, into the child's
-``__main__``, with the names that they use.
+A forked child has everything that its rank has. ``spawn`` and ``forkserver`` start a fresh Python
+and send it the ``Process`` object as a pickle, in which a function defined in a script is a
+reference to a name in its file. A notebook has no file. Functions and classes defined in cells are
+therefore pickled by value here and placed in the child's ``__main__``, together with the variables
+that they use.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from taas.base.import_hooks import after_import
 
 _NAMESPACE = "globals of the notebook"
 _membership: Any = None
-"""The rank's, as it is when a child starts: a later run of this rank may have another store."""
+"""The rank's membership when a child starts: a later run of this rank may use another store."""
 
 
 def install(membership: Any) -> None:
-    """Give children the notebook's names, and the membership if they import torch."""
+    """Give children the notebook's variables, and the rank's membership if they import torch."""
     global _membership
     _membership = membership
     BaseProcess.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
@@ -39,16 +40,16 @@ def install(membership: Any) -> None:
 
 
 def _compute_in_one_thread() -> None:
-    """Compute in one thread in a rehearsed child: OpenMP's threads stayed in its parent."""
+    """Compute in one thread in a rehearsed child: OpenMP's threads exist only in its parent."""
     sys.modules["torch"].set_num_threads(1)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle with what ``multiprocessing`` can send besides: queues, locks, shared tensors."""
+    """cloudpickle, plus what ``multiprocessing`` can send: queues, locks, shared tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         extra: Any = ForkingPickler
-        # before pickle's own constructor, which reads it
+        # Set before the constructor of pickle's class, which reads it.
         self.dispatch_table = collections.ChainMap(
             extra._extra_reducers, cloudpickle.Pickler.dispatch_table
         )
@@ -59,7 +60,7 @@ class _Pickler(cloudpickle.Pickler):
         self.cells: dict[str, Any] = {}
 
     def persistent_id(self, value: Any) -> str | None:
-        # they are the child's own; functions bring what they use of them
+        # The child has its own globals; functions bring the variables that they use.
         return _NAMESPACE if value is self.namespace else None
 
     def reducer_override(self, value: Any) -> Any:
@@ -92,8 +93,8 @@ def _reduce(process: BaseProcess) -> tuple[Any, ...]:
 
 
 def _arrive(membership: bytes, packed: bytes) -> BaseProcess:
-    """In the child: become one of the rank's, and unpack the process."""
-    # the cell shows each line as it is printed
+    """In the child: become one of the rank's children, and unpack the process."""
+    # The cell shows each line as soon as it is printed.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     after_import("torch", lambda _: _join_run(membership))
     unpickler = _Unpickler(io.BytesIO(packed))
@@ -104,7 +105,7 @@ def _arrive(membership: bytes, packed: bytes) -> BaseProcess:
 
 
 def _join_run(membership: bytes) -> None:
-    """Do in a child what the rank does around its program's own children and groups."""
+    """Install in a child what the rank has for its program's own children and process groups."""
     from taas import rehearsal
     from taas.adopt import rendezvous, waits
     from taas.rank import warned_lines

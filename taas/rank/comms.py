@@ -1,10 +1,11 @@
-"""Widgets in ranks: the ends of their channels that send a rank's messages, and how they travel.
+"""Widgets in ranks: the rank's ends of their comms, and how comms are pickled.
 
 A widget has a *comm*, a channel to its model in the front end, which draws it. The messages of a
-rank's widget go where displays go, and the cell passes them on as the kernel's own
-(notebook/view/comms.py).
+rank's widget are sent with the rank's displays, and the cell forwards them as if they were the
+kernel's own (notebook/view/comms.py).
 
-A comm that travels with its widget, either way, becomes the comm with the same id there.
+A comm that is pickled with its widget, in either direction, becomes the comm with the same id in
+the other process.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Publish = Callable[..., None]
 
 
 class _RankComm(BaseComm):
-    """A comm whose messages go out with the rank's displays.
+    """A comm whose messages are sent with the rank's displays.
 
-    No reply comes while the cell runs, as in a notebook.
+    No reply arrives while the cell runs, as in a notebook.
     """
 
-    __qualname__ = "BaseComm"  # as the kernel's: a check of what comes back compares it
+    __qualname__ = "BaseComm"  # as the kernel's: a check of returned variables compares it
     publish: Publish
 
     def publish_msg(
@@ -51,16 +52,16 @@ class _RankComm(BaseComm):
 
 
 def open_comms_to(publish: Publish) -> None:
-    """Let libraries of this process open comms, whose messages go to ``publish``."""
+    """Let libraries in this process open comms; their messages go to ``publish``."""
     _RankComm.publish = staticmethod(publish)
     comm.create_comm = _RankComm
 
 
 def let_comms_travel() -> None:
-    """Let pickles of this process hold the kernel's comms, with the widgets that have them."""
+    """Let pickles of this process contain the kernel's comms, with the widgets that use them."""
     try:
         from ipykernel.comm.comm import BaseComm as KernelComm
-    except ImportError:  # ipykernel before 6.18 has comms of its own
+    except ImportError:  # ipykernel before 6.18 has its own comms
         return
     copyreg.pickle(KernelComm, _reduce_comm)
 

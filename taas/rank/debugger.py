@@ -1,9 +1,9 @@
-"""Debuggers in a rank show the user's frames, and none of IPython and taas.
+"""Debuggers in a rank show the user's frames, but none of IPython or taas.
 
-Every debugger for Python is a :class:`bdb.Bdb`: pdb, which ``breakpoint()`` opens, IPython's, and
-IDEs' for the terminal. So it is taught there what a frame of the user is. IPython runs each
-statement of a cell as code of its own: who steps past one stops in the next, and who steps past the
-last one is through.
+Every debugger for Python is a :class:`bdb.Bdb`: pdb, which ``breakpoint()`` opens, IPython's
+debugger, and terminal debuggers of IDEs. That class is therefore patched to recognize the user's
+frames. IPython runs each statement of a cell as a separate code object. Stepping past a statement
+stops in the next one, and stepping past the last one ends the debugging.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Stack = list[tuple[FrameType, int]]
 
 
 def show_users_frames() -> None:
-    """Let debuggers of this process show, and stop in, the user's frames only; done once."""
+    """Let debuggers in this process show, and stop in, only the user's frames; called once."""
     get_stack, stop_here = bdb.Bdb.get_stack, bdb.Bdb.stop_here
 
     def get_users_stack(
@@ -46,7 +46,7 @@ def show_users_frames() -> None:
 
 
 def _step_from_statement_to_statement(patched: Any) -> None:
-    """Let ``next`` go to the cell's next statement as to a script's next line."""
+    """Let ``next`` go to the cell's next statement, as it goes to the next line of a script."""
     dispatch_call, dispatch_return = patched.dispatch_call, patched.dispatch_return
 
     def begin(self: Any, frame: FrameType, arg: Any) -> Any:
@@ -65,7 +65,7 @@ def _step_from_statement_to_statement(patched: Any) -> None:
 
 
 def leave_debuggers() -> None:
-    """Step no further: the cell is over, and its debugger may be in the middle of a step."""
+    """Stop tracing: the cell is over, and its debugger may be in the middle of a step."""
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
         sys.settrace(None)
 
@@ -81,7 +81,7 @@ def _is_machinery(frame: FrameType) -> bool:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether a frame belongs to what the cell runs; IPython has frames between statements."""
+    """Whether a frame belongs to code that the cell runs; IPython has frames between statements."""
     if _is_machinery(frame):
         return False
     above: FrameType | None = frame

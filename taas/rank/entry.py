@@ -1,8 +1,9 @@
-"""A rank from start to end: a process that takes orders, and is one rank with each.
+"""A rank from start to end: a process that receives jobs, and acts as one rank for each.
 
-What it does at its first order has an order that is part of the design: the write rule while the
-process has one thread, the rehearsal before a library but torch is imported, the names before the
-shell. All but the names may be done ahead of the order (rank/ready_ahead.py).
+The order of the steps before the first cell is part of the design: the write protection is set up
+while the process has one thread, the rehearsal is installed before any library other than torch is
+imported, and the variables are restored after both. Everything except the variables may be done
+before the job arrives (rank/ready_ahead.py).
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ from taas.rank.users_traceback import lines_of, users_lines_of
 
 
 def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
-    """Be a rank, once the agent orders it; called in a process forked from the forkserver."""
+    """Be a rank once the agent sends a job; called in a process forked from the forkserver."""
     lifeline.tie_to_agent()  # before anything can hang
     lifeline.name_process(lifeline.SPARE_NAME)
     outlet, shell = Outlet(), None
-    status = 1  # also where the agent is gone
+    status = 1  # including when the agent is gone
     try:
-        with contextlib.suppress(Exception):  # it is tried again, and said, when there is an order
+        with contextlib.suppress(Exception):  # retried, and the error reported, when there is a job
             shell = make_ready(preparation, outlet)
         link = AgentLink(agent)
         status = _Orders(shell, link, outlet).carry_out()
         outlet.flush()
     finally:
-        # Threads that still run must not hold the rank, nor half-destroyed process groups abort it.
+        # Running threads must not keep the rank alive, nor half-destroyed process groups abort it.
         os._exit(status)
 
 
 class _Orders:
-    """What this process is told, one cell after the other."""
+    """The jobs of this process, one cell after the other."""
 
     def __init__(self, shell: RankShell | None, link: AgentLink, outlet: Outlet) -> None:
         self._shell, self._link, self._outlet = shell, link, outlet
@@ -79,18 +80,18 @@ class _Orders:
             try:
                 ended = self._be(start, payload)
             except OSError as error:
-                # its output file cannot be made, or not even its last word be sent
+                # Its output file cannot be created, or not even its last word can be sent.
                 ended = failed(start.rank, error, lines_of(error), no_room(error) or None)
                 self._link.send(ended)
                 break
-            if self._rank is None:  # it could not become one
+            if self._rank is None:  # this process could not become a rank
                 break
         done = ended is None or ended.outcome == "done"
         if ended is not None:
-            with _shown():  # gloo aborts now and then if the process leaves a group open
+            with _shown():  # gloo sometimes aborts if the process leaves a group open
                 adopt.finish(failed=not done)
             self._outlet.flush()
-            if done:  # of kept ranks
+            if done:  # the threads of kept ranks
                 wait_for_threads(ended.rank)
         _end_as_python_does()
         return 0 if done else 1
@@ -104,10 +105,10 @@ class _Orders:
                 os._exit(1)
         return said
 
-    # ------------------------------------------------------------ ahead of the first order
+    # ------------------------------------------------------------ before the first job
 
     def _get_ready(self, told: GetReady) -> str:
-        """Become the expected rank, and import; return why this process is unfit, or nothing."""
+        """Become the expected rank and import modules; return why this process is unfit, or ""."""
         if self._shell is None:
             return "has no shell"
         self._outlet.open_nowhere()
@@ -117,12 +118,15 @@ class _Orders:
             with low_priority():
                 self._ahead.import_modules(self._shell, self._link.has_word)
             self._outlet.flush()
-        except Exception as error:  # it is half made: the next run will meet it, and say so
+        except Exception as error:  # half prepared: the next run will meet the error and report it
             return f"raises {type(error).__name__}: {error}"
         return "; ".join(self._ahead.unfit)
 
     def _take_or_leave(self, ahead: ReadyAhead, start: RankStart) -> None:
-        """Say whether this process takes the order; end if not: it cannot be another rank."""
+        """Report whether this process takes the job.
+
+        If not, exit, since it cannot be another rank.
+        """
         self._ahead = None
         fits = ahead.fits(start)
         self._link.send(RankReady(state=Readiness.TAKES if fits else Readiness.UNFIT))
@@ -130,7 +134,7 @@ class _Orders:
             os._exit(1)
         adopt.join(start.order.store)
 
-    # ------------------------------------------------------------ an order
+    # ------------------------------------------------------------ a job
 
     def _be(self, start: RankStart, payload: int) -> RankEnded:
         link, outlet = self._link, self._outlet
@@ -171,7 +175,7 @@ class _Orders:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """Show an error and go on: the agent still has to get the names from this process."""
+    """Print an error and go on: the agent still has to read the variables from this process."""
     try:
         yield
     except Exception:
@@ -179,10 +183,10 @@ def _shown() -> Iterator[None]:
 
 
 def _end_as_python_does() -> None:
-    """Run exit functions and flush files, as Python's own end does; this process skips that."""
+    """Run exit functions and flush files as Python does at exit; ``os._exit`` skips both."""
     atexit._run_exitfuncs()
     keep_back = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
-    # isinstance would ask proxies
+    # isinstance would call into proxy objects
     for file in [part for part in gc.get_objects() if issubclass(type(part), keep_back)]:
-        with contextlib.suppress(OSError, ValueError):  # it is closed, or what it writes to is
+        with contextlib.suppress(OSError, ValueError):  # the file, or its target, is closed
             file.flush()

@@ -1,22 +1,24 @@
-"""The last word of a rank: how its cell ended. It is said once, by one of two threads.
+"""The last word of a rank: the report of how its cell ended, sent once by one of two threads.
 
-* The **main thread** runs the cell, and says at its end how it ended (:meth:`LastWord.end_cell`).
-* When the agent asks for the names as they stand, the cell is **stopped**: it runs no other line.
-  A signal handler does that in the main thread, before its next line of Python. While the main
-  thread sleeps in C code, the **link's thread** does it (rank/main_thread.py): a main thread that
-  sleeps there changes no names. Whoever stops the cell packs the names, and says the last word; the
-  agent then ends the process.
+* The **main thread** runs the cell, and reports at its end how it ended
+  (:meth:`LastWord.end_cell`).
+* When the agent requests the variables in their current state, the cell is **stopped**: it runs no
+  other line. A signal handler does that in the main thread, before its next line of Python. While
+  the main thread sleeps in C code, the **link's thread** does it (rank/main_thread.py): a main
+  thread that sleeps there changes no variables. The thread that stops the cell packs the variables
+  and sends the last word; the agent then ends the process.
 
-Two of these may be about to happen at the same moment. :data:`STEPS` is the table of what may
-follow what, and a lock makes "look into it, then go on" one step, so the first one has the last
-word. Whoever comes second does not return to the cell.
+Both may be about to happen at the same moment. :data:`STEPS` is the table of allowed transitions,
+and a lock makes "check the stage, then change it" atomic, so the thread that is first sends the
+last word. The other thread does not return to the cell.
 
-**Why the lock cannot block itself.** A Python signal handler runs in the main thread between any
-two of its bytecodes, also while it holds the lock; a handler that asked for the lock then would
-wait for itself. Only the handler of :data:`STOP` asks for it. So the main thread takes the lock
-only while another handler is in place of that one: before :meth:`begin_cell` has installed it, and
-after :meth:`end_cell`, or the handler itself, has taken it away. Reading ``is_open`` takes no lock:
-it reads one attribute, and a cell may ask for it anywhere (``input()``, also in ``__del__``).
+**Why the lock cannot deadlock.** A Python signal handler runs in the main thread between any two
+of its bytecodes, even while that thread holds the lock; a handler that acquired the lock then
+would wait for itself. Only the handler of :data:`STOP` acquires it. The main thread therefore
+acquires the lock only while a different handler is installed for that signal: before
+:meth:`begin_cell` has installed this one, and after :meth:`end_cell`, or the handler itself, has
+replaced it. Reading ``is_open`` takes no lock: it reads one attribute, and a cell may need it
+anywhere (``input()``, even in ``__del__``).
 """
 
 from __future__ import annotations
@@ -36,26 +38,27 @@ STOP = NOTICE + 1
 
 
 class WordStage(enum.Enum):
-    """Who says the last word of a rank's cell, and how far that is."""
+    """Which thread sends the last word of a rank's cell, and how far it has got."""
 
-    NO_CELL = "no cell"  # none has begun
-    OPEN = "open"  # the cell runs, and nobody has the last word
-    AT_END = "at its end"  # the main thread has it: the cell is over
-    STOPPED = "stopped"  # the cell runs no more, and who has stopped it packs its names
-    GIVEN = "given"  # these names are packed; the agent may end this process
+    NO_CELL = "no cell"  # no cell has begun
+    OPEN = "open"  # the cell runs, and no thread has claimed the last word
+    AT_END = "at its end"  # the main thread has claimed it: the cell is over
+    # the cell no longer runs, and the thread that stopped it packs its variables
+    STOPPED = "stopped"
+    GIVEN = "given"  # these variables are packed; the agent may end this process
 
 
 STEPS: dict[WordStage, frozenset[WordStage]] = {
     WordStage.NO_CELL: frozenset({WordStage.OPEN}),
     WordStage.OPEN: frozenset({WordStage.AT_END, WordStage.STOPPED}),
-    WordStage.AT_END: frozenset({WordStage.OPEN}),  # the next cell of a rank that was kept
+    WordStage.AT_END: frozenset({WordStage.OPEN}),  # the next cell of a kept rank
     WordStage.STOPPED: frozenset({WordStage.GIVEN}),
     WordStage.GIVEN: frozenset(),
 }
-"""Which stage may follow which; ARCHITECTURE.md explains them.
+"""The allowed transitions; ARCHITECTURE.md explains them.
 
-A rank has no log, as its loggers are the user's. Its agent logs the messages by which these steps
-are seen.
+A rank has no log, since its loggers belong to the user. Its agent logs the messages that show
+these transitions.
 """
 
 
@@ -74,19 +77,19 @@ class LastWord:
 
     @property
     def is_open(self) -> bool:
-        """Whether the cell runs, and nobody has the last word."""
+        """Whether the cell is running, and no thread has claimed the last word."""
         return self._stage is WordStage.OPEN
 
     @property
     def is_given(self) -> bool:
-        """Whether the names of a stopped cell are packed: nothing else is to be done here."""
+        """Whether a stopped cell's variables are packed, so that nothing is left to do here."""
         return self._stage is WordStage.GIVEN
 
     def _go_on(self, to: WordStage) -> None:
-        """Take a step, with the lock held.
+        """Make a transition; the caller holds the lock.
 
         Raises:
-            RuntimeError: no such step is in the table.
+            RuntimeError: the table does not allow this transition.
         """
         if to not in STEPS[self._stage]:
             raise RuntimeError(f"{self!r} has no step to {to.value!r}")
@@ -95,11 +98,11 @@ class LastWord:
     # ------------------------------------------------------------ the main thread
 
     def begin_cell(self, pack_names: Callable[..., RankEnded]) -> None:
-        """Leave the last word open.
+        """Open the last word.
 
         Args:
-            pack_names: makes the last word of a cell that is stopped, with its names as they stand;
-                with ``last=False``, one that holds if no other is said.
+            pack_names: builds the last word of a cell that is stopped, with its variables in their
+                current state; with ``last=False``, one that counts only if no other is sent.
         """
         self._pack_names = pack_names
         with self._lock:
@@ -107,34 +110,34 @@ class LastWord:
         signal.signal(STOP, lambda number, frame: self._stop_here())
 
     def end_cell(self) -> None:
-        """Have the last word, and let no interrupt change that; at the end of the cell.
+        """Claim the last word at the end of the cell, and ignore later interrupts.
 
-        It does not return if the other thread has the last word.
+        It does not return if the other thread has claimed the last word.
         """
         ignore_interrupts()
-        # A STOP from here on comes too late: this thread is about to say how the cell ended, and
-        # packs the names for that. One that came before this line has run _stop_here, which does
-        # not return.
+        # A STOP from here on comes too late: this thread is about to report how the cell ended,
+        # and packs the variables for that. A STOP that came before this line has run _stop_here,
+        # which does not return.
         signal.signal(STOP, _take_no_notice)
         with self._lock:
             if self._stage is WordStage.OPEN:
                 self._go_on(WordStage.AT_END)
-            # It was at its end before if a handler of the cell's own has raised in this method.
+            # The stage is AT_END already if a handler that the cell has set raised in this method.
             is_ours = self._stage is WordStage.AT_END
         if not is_ours:
             _wait_for_the_end()
 
     def _stop_here(self) -> NoReturn:
-        """Stop the cell at this line, as the handler of STOP.
+        """Stop the cell at this line; the handler of STOP.
 
-        The names are given here, unless the link's thread does that already: it saw this thread
-        asleep, and stopped the cell a moment before this thread woke. Neither thread waits for the
-        other, and the cell's next line is never run.
+        The variables are packed here, unless the link's thread is already doing that: it saw this
+        thread asleep, and stopped the cell a moment before this thread woke. Neither thread waits
+        for the other, and the cell's next line is never run.
         """
-        # A KeyboardInterrupt that was raised here would let the cell go on.
+        # A KeyboardInterrupt raised here would let the cell go on.
         ignore_interrupts()
-        # A second STOP would come here again, find the last word taken, and wait below for good,
-        # in the midst of packing.
+        # A second STOP would enter this handler again, find the last word claimed, and wait below
+        # forever, in the middle of packing.
         signal.signal(STOP, _take_no_notice)
         if self.stop_cell():
             self.give_names()
@@ -143,10 +146,13 @@ class LastWord:
     # ------------------------------------------------------------ either thread
 
     def stop_cell(self) -> bool:
-        """Take the last word of a cell that runs, and stop it thereby; False: it is too late.
+        """Claim the last word of a running cell, which stops the cell.
 
-        The link's thread may do so only while the main thread is in C code and STOP was sent to it:
-        then that waits for it before its next line of Python, and :meth:`_stop_here` holds it.
+        Return False if it is too late.
+
+        The link's thread may do so only while the main thread is in C code and has been sent STOP:
+        that signal is then handled before the main thread's next line of Python, and
+        :meth:`_stop_here` keeps the main thread from going on.
         """
         with self._lock:
             if self._stage is not WordStage.OPEN:
@@ -155,25 +161,32 @@ class LastWord:
             return True
 
     def give_names(self) -> None:
-        """Pack the names as they stand, and say the last word; for the thread that has it."""
+        """Pack the current variables and send the last word.
+
+        Called by the thread that has claimed it.
+        """
         self._send(RankStage(stage="packing"))
         ended = self._pack_names()
-        # This comes before the message: the agent answers it with "leave", which the link's thread
-        # may hear before this thread has returned from sending. It leaves only if they are given.
+        # This comes before the message: the agent replies with "leave", which the link's thread
+        # may read before this thread has returned from sending. It exits only in stage GIVEN.
         with self._lock:
             self._go_on(WordStage.GIVEN)
         self.say(ended)
 
     def give_names_ahead(self) -> None:
-        """Let the agent have the names as they stand now, in case that nothing is said later."""
+        """Give the agent the current variables, in case nothing is sent later."""
         ended = self._pack_names(last=False)
         if ended.answer is not None:
             self.say(ended)
 
     def say(self, ended: RankEnded) -> None:
-        """Tell the agent how the cell ended; packed names stay open until it has them."""
-        # Held before they are told: the agent opens them by this process's descriptor, and answers
-        # "taken", which the link's thread may hear before this one has returned from sending.
+        """Report to the agent how the cell ended.
+
+        Packed variables stay open until the agent has them.
+        """
+        # Added before the message is sent: the agent opens the variables through this process's
+        # descriptor and replies "taken", which the link's thread may read before this thread has
+        # returned from sending.
         if ended.answer is not None:
             self._held.add(ended.answer.fd)
         self._send(ended)
@@ -181,29 +194,29 @@ class LastWord:
     # ------------------------------------------------------------ the link's thread
 
     def forget_names(self) -> None:
-        """Close the packed names: the agent has them."""
+        """Close the packed variables: the agent has them."""
         while self._held:
             os.close(self._held.pop())
 
 
 def ignore_interrupts() -> None:
-    """Let no SIGINT do anything from now on; for the main thread.
+    """Make every later SIGINT have no effect; for the main thread.
 
-    ``SIG_IGN`` will not do: when Python finds it in the place of the handler of a SIGINT that is
-    under way, it complains.
+    ``SIG_IGN`` is not suitable: if Python finds it in place of the handler of a SIGINT that is
+    pending, it prints an error.
     """
     while signal.getsignal(signal.SIGINT) is not _take_no_notice:
         try:
             signal.signal(signal.SIGINT, _take_no_notice)
-        except KeyboardInterrupt:  # one that was under way
+        except KeyboardInterrupt:  # one that was pending
             continue
 
 
 def _take_no_notice(number: int, frame: object) -> None:
-    """Handle a signal that comes too late."""
+    """Ignore a signal that comes too late."""
 
 
 def _wait_for_the_end() -> NoReturn:
-    """Wait until the agent ends this process; handlers of signals run meanwhile."""
+    """Wait until the agent ends this process; signal handlers run meanwhile."""
     while True:
         signal.pause()

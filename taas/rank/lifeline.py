@@ -1,14 +1,17 @@
 """No process outlives the one that needs it, along the chain kernel, supervisor, agent, rank.
 
-Two ties, both held by the operating system, so that they work while C code holds the GIL, and on
-processes that are stopped: the parent-death signal where the other one is the parent (prctl(2),
-PR_SET_PDEATHSIG), else a SIGKILL on end-of-file of a pipe whose writing end only the other one has
-(fcntl(2), F_SETSIG). Children that leave a rank's session stay in the process tree of agent and
-supervisor, and are found there (agent/processes.py). So a supervisor is not killed at the end of
-its kernel: it is told to go on, should it be stopped, and ends all that there is, and only one that
-does not notice is killed, some seconds later.
+There are two mechanisms. The operating system provides both, so that they work while C code holds
+the GIL, and on processes that are stopped. If the other process is the parent, it is the
+parent-death signal (prctl(2), PR_SET_PDEATHSIG); otherwise, it is a SIGKILL at end-of-file of a
+pipe whose writing end only the other process has (fcntl(2), F_SETSIG).
 
-And what ``ps`` and ``top`` call those that are not ranks yet (proc_pid_comm(5)).
+Children that leave a rank's session stay in the process tree of agent and supervisor, which find
+and end them there (agent/processes.py). A supervisor is therefore not killed when its kernel ends:
+it is continued if it was stopped, and it ends all its processes. Only a supervisor that does not
+react is killed, some seconds later.
+
+This module also sets the names under which ``ps`` and ``top`` show processes that are not ranks
+yet (proc_pid_comm(5)).
 """
 
 from __future__ import annotations
@@ -24,19 +27,19 @@ from taas.base import linux
 
 _F_SETOWN, _F_SETSIG = 8, 10
 _SECONDS_TO_NOTICE = 3
-"""So long a supervisor has to notice the end of its kernel; then the system ends it."""
+"""How long a supervisor has to react to the end of its kernel before the system ends it."""
 _STARTS_ALARM = signal.Signals(_SECONDS_TO_NOTICE)
-"""The signal that makes the system count these seconds: SIGQUIT, as its number is 3.
+"""The signal that starts a timer of that many seconds: SIGQUIT, as its number is 3.
 
-Its handler has to be a function of C, because Python's handlers do not run while C code holds the
+Its handler has to be a C function, because Python's handlers do not run while C code holds the
 GIL. The handler is alarm(2) itself. C calls a handler with one argument, the signal's number, and
-alarm takes one, the seconds after which it sends SIGALRM, which ends the process. So the number of
-the signal is the number of seconds.
+alarm takes one argument, the number of seconds after which it sends SIGALRM, which ends the
+process. So the number of the signal is the number of seconds.
 """
 _COMM = Path("/proc/self/comm")
 FORKSERVER_NAME, SPARE_NAME = "taas-forkserver", "taas-spare"
 OWN_NAME = _COMM.read_text().rstrip("\n")
-"""The name this process began with; in a rank it is the one that any Python process has."""
+"""The name that this process began with; in a rank, the one that any Python process has."""
 
 
 def name_process(name: str) -> None:
@@ -52,7 +55,7 @@ def tie_to_agent() -> None:
     agent = multiprocessing.parent_process()
     assert agent is not None, "a rank is started by an agent"
     signal_at_end(int(agent.sentinel), -os.getpid(), signal.SIGKILL)
-    if os.getppid() != forkserver or wait([agent.sentinel], 0):  # it was gone before the tie held
+    if os.getppid() != forkserver or wait([agent.sentinel], 0):  # one of them had ended before this
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -64,33 +67,33 @@ def signal_at_end(pipe: int, owner: int, number: signal.Signals) -> None:
 
 
 class KernelTie:
-    """A supervisor's tie to its kernel's process, whoever inherits the life pipe's writing end.
+    """A supervisor's tie to its kernel's process, even if other processes inherit the writing end.
 
-    Of its ``sources``, the life pipe's reading end and a descriptor of the kernel, one at least
-    becomes readable when the kernel is gone. At the pipe's end the system also sends two signals,
-    one for each of two descriptors of its reading end: SIGCONT, which lets a stopped supervisor go
-    on, and, unless it is disarmed, the one that starts the alarm.
+    At least one of its ``sources``, the life pipe's reading end and a pidfd of the kernel, becomes
+    readable when the kernel is gone. At the pipe's end-of-file the system also sends two signals,
+    one for each of two descriptors of its reading end: SIGCONT, which continues a stopped
+    supervisor, and, unless it is disarmed, the signal that starts the alarm.
 
     Raises:
-        ProcessLookupError: it is gone already.
+        ProcessLookupError: the kernel is gone already.
     """
 
     def __init__(self, kernel: int, life: int) -> None:
         self.sources = life, os.pidfd_open(kernel)
         signal_at_end(life, os.getpid(), signal.SIGCONT)
-        # Opened anew, since a duplicate would share its signal with the first descriptor.
+        # Opened again, since a duplicate would share its signal with the first descriptor.
         self._second = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.arm()
 
     def arm(self) -> None:
-        """Let the pipe's end start the alarm, which ends this process if it does not disarm it."""
+        """Let the pipe's end-of-file start the alarm, which ends this process if not disarmed."""
         linux.libc.signal(_STARTS_ALARM, linux.libc.alarm)
         signal_at_end(self._second, os.getpid(), _STARTS_ALARM)
 
     def disarm(self) -> None:
-        """Let the pipe's end start no alarm any more, and stop one that it has started.
+        """Let the pipe's end-of-file start no alarm any more, and stop one that it has started.
 
-        In this order: an alarm that starts before the first line took effect is stopped by the
+        In this order: an alarm that starts before the first line takes effect is stopped by the
         second.
         """
         signal_at_end(self._second, os.getpid(), signal.SIGCONT)

@@ -1,19 +1,21 @@
-"""What the main thread of a rank is at, asked and measured from beside it while a cell runs.
+"""What a rank's main thread is doing, as another thread finds out while a cell runs.
 
-The main thread runs the cell, and may be in C code for seconds or for ever. It is asked two things,
-each by a real-time signal whose handler runs before the main thread's next line of Python:
+The main thread runs the cell, and may be in C code for seconds or forever. It can receive two
+requests, each by a real-time signal whose handler runs before the main thread's next line of
+Python:
 
-* to give a **sign** (:data:`~taas.protocol.ranks.NOTICE`): it runs Python code, so an interrupt is
-  noticed, whatever handler of SIGINT the cell has;
-* to **stop** the cell and give the names (:data:`~taas.rank.last_word.STOP`).
+* to give a **sign** (:data:`~taas.protocol.ranks.NOTICE`) that it runs Python code, so that an
+  interrupt is noticed, whatever SIGINT handler the cell has;
+* to **stop** the cell and pack the variables (:data:`~taas.rank.last_word.STOP`).
 
-While it does neither, it is in C code, and :meth:`MainThreadWatch.ask_again` finds out in which
-kind. Code that uses the processor or a disk (it saves a large model) has the time that it needs.
-Code that sleeps may wait for other ranks. While C code holds the GIL nothing here can run.
+While it does neither, it is in C code, and :meth:`MainThreadWatch.ask_again` finds out what that
+code does. Code that uses the processor or a disk (it saves a large model) gets the time that it
+needs. Code that sleeps may be waiting for other ranks. While C code holds the GIL, nothing here
+can run.
 
-Who runs what: the main thread runs :meth:`~MainThreadWatch.begin_cell`, and as a signal handler
-:meth:`~MainThreadWatch._give_sign`. A thread of its own breaks waits off, since NCCL's abort takes
-seconds. The link's thread runs all else.
+The main thread runs :meth:`~MainThreadWatch.begin_cell` and, as a signal handler,
+:meth:`~MainThreadWatch._give_sign`. A separate thread aborts waits, since NCCL's abort takes
+seconds. The link's thread runs everything else.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ class Sign(enum.Enum):
     """Whether the main thread has given its sign in this cell."""
 
     NONE = "none"
-    UNASKED = "unasked"  # it gave it before the link's thread had asked
-    ASKED = "asked"  # it was asked, for it or to stop, and has not given it since
-    GIVEN = "given"  # it gave it when it was asked
+    UNASKED = "unasked"  # given before the link's thread had asked
+    ASKED = "asked"  # asked for (or asked to stop), and not given since
+    GIVEN = "given"  # given after it was asked for
 
 
 class MainThreadWatch:
-    """The watch over the main thread, which makes it.
+    """The watch over the main thread, which creates it.
 
     Args:
         word: the last word of the rank.
@@ -54,7 +56,7 @@ class MainThreadWatch:
 
     Attributes:
         source: a descriptor that is readable when the main thread has given its sign.
-        broken_off: whether its waiting for other ranks was made to fail in this cell.
+        broken_off: whether a wait of the main thread for other ranks was aborted in this cell.
     """
 
     def __init__(self, word: LastWord, send: Callable[[Message], None]) -> None:
@@ -70,19 +72,19 @@ class MainThreadWatch:
     # ------------------------------------------------------------ the main thread
 
     def begin_cell(self) -> None:
-        """Forget the last cell, and give signs from now on.
+        """Reset the state of the last cell, and give signs from now on.
 
-        The link's thread asks nothing meanwhile, since the last word is not open.
+        The link's thread makes no requests meanwhile, since the last word is not open.
         """
         self._sign = Sign.NONE
         self._repeats_interrupt = self.broken_off = False
         signal.signal(NOTICE, lambda number, frame: self._give_sign())
 
     def _give_sign(self) -> None:
-        """Say that this thread runs Python code, and raise an interrupt that C code ignored.
+        """Report that this thread runs Python code, and raise an interrupt that C code ignored.
 
         It is the handler of NOTICE. An eventfd carries the sign, because writing to it neither
-        waits nor needs a lock: the handler may have come in the midst of anything.
+        blocks nor needs a lock: the handler may interrupt any code.
         """
         os.eventfd_write(self.source, 1)
         handler = signal.getsignal(signal.SIGINT)
@@ -94,11 +96,11 @@ class MainThreadWatch:
 
     @property
     def wait(self) -> float | None:
-        """The seconds until :meth:`ask_again` is due; None: nothing is asked."""
+        """The seconds until :meth:`ask_again` is due, or None if no request is open."""
         return deadlines.ASK_AGAIN if self._sign is Sign.ASKED else None
 
     def take_sign(self) -> None:
-        """Take in that the main thread has given its sign, and tell the agent."""
+        """Record that the main thread has given its sign, and report it to the agent."""
         os.eventfd_read(self.source)
         self._sign = Sign.GIVEN if self._sign is Sign.ASKED else Sign.UNASKED
         self._send(RankStage(stage="at work"))
@@ -106,13 +108,13 @@ class MainThreadWatch:
     def ask_for_sign(self, *, interrupt_ignored: bool) -> None:
         """Ask the main thread, which was sent a SIGINT, for its sign.
 
-        The agent sends the process SIGINT, then NOTICE, then the message that brings this thread
-        here. A main thread that runs Python code gives its sign at that NOTICE, which may be before
-        this thread hears the message. Then nothing is asked: the interrupt is noticed, and the
-        cell's ``except`` may wait for other ranks by now, as it should. Asked, it could not give
-        another sign there, would be taken for stuck, and its wait be broken off. If the sign comes
-        after the message, it is the answer. Of a sign and a message that are there together, the
-        link's thread takes the sign first.
+        The agent sends the process SIGINT, then NOTICE, then the message that leads to this call.
+        A main thread that runs Python code gives its sign at that NOTICE, possibly before this
+        thread reads the message. In that case it is not asked again: it has noticed the interrupt,
+        and the cell's ``except`` may by now be waiting for other ranks, as it should. If it were
+        asked there, it could not give another sign, would be taken for stuck, and its wait would
+        be aborted. A sign that comes after the message is the reply to it. If a sign and a message
+        are both there, the link's thread handles the sign first.
         """
         if interrupt_ignored:
             self._repeat_interrupt()
@@ -120,33 +122,33 @@ class MainThreadWatch:
             self._ask(NOTICE, "at work")
 
     def ask_for_names(self) -> None:
-        """Ask the main thread to stop the cell and give the names."""
+        """Ask the main thread to stop the cell and pack the variables."""
         self._names_wanted = True
         self._ask(STOP, "packing")
 
     def _ask(self, number: int, at_its_end: Literal["at work", "packing"]) -> None:
-        """Send the main thread a signal; if the cell is over, say what it does by itself.
+        """Send the main thread a signal; if the cell is over, report what it is doing anyway.
 
-        The cell may come to its end right after the look at the last word. Then the signal finds
-        the main thread in :meth:`LastWord.end_cell` or later: a sign is given, and means what it
-        always does; a STOP is not taken notice of, as the names are being packed anyhow.
+        The cell may end right after the check of the last word. The signal then finds the main
+        thread in :meth:`LastWord.end_cell` or later: a sign is given, and means what it always
+        does; a STOP is ignored, as the variables are being packed anyhow.
         """
         if not self._word.is_open:
             self._send(RankStage(stage=at_its_end))
             return
-        if self._sign is not Sign.ASKED:  # else it sleeps since it was asked first
+        if self._sign is not Sign.ASKED:  # otherwise, its sleep counts from the first request
             self._sleep = _Sleep()
-            # Before the signal, so that the sign is one that was asked for.
+            # Before the signal, so that the sign counts as asked for.
             self._sign = Sign.ASKED
         signal.pthread_kill(self._thread, number)
 
     def _repeat_interrupt(self) -> None:
         """Raise an interrupt that C code ignored, once the main thread runs Python code again.
 
-        system(3) ignores SIGINT while its program runs, and the agent has seen that the process did
-        so when it sent one. The mark is set before the signal, because the signal's handler looks
-        for it. What the cell itself ignores stays ignored, and the interrupt of a cell that is over
-        is none.
+        system(3) ignores SIGINT while its program runs, and the agent saw that the process ignored
+        it when it sent one. The flag is set before the signal is sent, because the handler checks
+        it. If the cell itself ignores SIGINT, the interrupt stays ignored; if the cell is over,
+        there is nothing to interrupt.
         """
         if not self._word.is_open or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             return
@@ -156,32 +158,34 @@ class MainThreadWatch:
     # ------------------------------------------------------------ and asks again
 
     def ask_again(self) -> None:
-        """Find out what a main thread is in that has not answered, and do what helps it out.
+        """Find out what an unresponsive main thread is doing, and make it respond.
 
-        It is called every tenth of a second, from the question to the sign. The main thread runs
-        on all the while, so that whatever is found out here may be otherwise a moment later. That
+        It is called every tenth of a second, from the request to the sign. The main thread goes on
+        running all the while, so whatever is found out here may have changed a moment later. That
         is why each branch does what is right in both cases:
 
         1. *It handles a KeyboardInterrupt.* SIGINT was raised in it before NOTICE's handler could
-           run, and its ``except`` or ``finally`` has entered C code since, perhaps a collective in
-           which ranks meet. It has noticed, so this is its sign, and nothing is broken off. If it
-           has come out of there meanwhile, it gives the sign itself: one more tells nothing new.
-           When the names are wanted, it does not count: patience is over.
-        2. *It uses the processor or a disk.* It does what it is asked when it comes back. The agent
-           is told once that it is at work, after as long as a sleeping one is given.
-        3. *It sleeps.* NOTICE is sent once more in any case. A signal ends a system call with
-           EINTR, and Python then runs its handler, only if it comes during the call. The first one
-           may have come when the last line of Python had been run and the call not begun: its
-           handler is due, but the call sleeps on. A second one while it sleeps finds it there.
-        4. *It has slept for a second.* No signal wakes it, so it waits inside C code, most probably
-           for other ranks: that is broken off, once in a cell. If it just comes back by itself, its
-           next collective fails instead, and the cell is about to end anyhow.
-        5. *The names are wanted, and it has slept for long enough.* This thread gives them. It may
-           wake at this very moment. But STOP was sent to it when the names were asked for, and a
-           signal that came is never forgotten: before its next line of Python it runs
-           :meth:`LastWord._stop_here`. There, or here, the first one takes the last word. If it
-           is the main thread, this one has nothing to do; if it is this one, the main thread waits
-           there and changes no names while they are packed.
+          run, and its ``except`` or ``finally`` has entered C code since, perhaps a collective in
+          which ranks meet. It has noticed the interrupt, so this counts as its sign, and nothing
+          is aborted. If it has left that C code meanwhile, it gives the sign itself, and a second
+          sign makes no difference. When the variables are requested, handling an interrupt does
+          not count: patience is over.
+        2. *It uses the processor or a disk.* It carries out the request when it returns. The agent
+          is told once that the main thread is at work, after the time that a sleeping one is
+          given.
+        3. *It sleeps.* NOTICE is sent again in any case. A signal ends a system call with EINTR,
+          after which Python runs the handler, only if it arrives during the call. The first one
+          may have arrived after the last line of Python and before the call: its handler is due,
+          but the call sleeps on. A second one arrives while it sleeps.
+        4. *It has slept for a second.* No signal wakes it, so it waits inside C code, most
+          probably for other ranks. That wait is aborted, once in a cell. If it returns by itself
+          at that moment, its next collective fails instead, and the cell is about to end anyhow.
+        5. *The variables are requested, and it has slept for long enough.* This thread packs them.
+          The main thread may wake at this very moment. But STOP was sent to it when the variables
+          were requested, and a signal that has arrived is never lost: before its next line of
+          Python it runs :meth:`LastWord._stop_here`. Whichever thread is first claims the last
+          word. If it is the main thread, this one has nothing to do; if it is this one, the main
+          thread waits there and changes no variables while they are packed.
         """
         if not self._names_wanted and self._handles_interrupt():
             os.eventfd_write(self.source, 1)
@@ -192,22 +196,24 @@ class MainThreadWatch:
             return
         signal.pthread_kill(self._thread, NOTICE)
         if slept >= deadlines.BREAK_OFF and not self.broken_off:
-            # Before the thread: the main one may fail, and ask for this, before start() returns.
+            # Set before the thread starts: the main thread may fail, and read this, before start()
+            # returns.
             self.broken_off = True
             threading.Thread(target=self._break_off, name="taas-breaks-off", daemon=True).start()
         elif slept >= deadlines.STILL and self._names_wanted and self._word.stop_cell():
             self._word.give_names()
 
     def _handles_interrupt(self) -> bool:
-        """Tell whether the main thread handles an interrupt; it may wait for other ranks there."""
+        """Whether the main thread handles an interrupt; it may be waiting for other ranks there."""
         handled = sys._current_exceptions().get(self._thread)
-        error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12
+        error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
         return isinstance(error, KeyboardInterrupt)
 
     def _seconds_asleep(self) -> float:
-        """Return for how long the main thread has slept since it was asked; 0: it works.
+        """Return how many seconds the main thread has slept since the request; 0 if it works.
 
-        NCCL waits at full speed. A main thread that waits so is taken to sleep since it was asked.
+        NCCL waits in a busy loop. A main thread that waits like this counts as asleep since the
+        request.
         """
         slept = self._sleep.seconds()
         if slept < deadlines.BREAK_OFF and adopt.waits_at_full_speed(self._thread):
@@ -219,13 +225,13 @@ class MainThreadWatch:
             self._sleep.told = True
             self._send(RankStage(stage="at work"))
 
-    # ------------------------------------------------------------ a thread of its own
+    # ------------------------------------------------------------ a separate thread
 
     def _break_off(self) -> None:
-        """Let the main thread's waits fail.
+        """Make the main thread's waits fail.
 
-        On GPUs the agent has the names before, as NCCL may abort the process. That has a limit:
-        copies from a hung GPU never end. What is said afterwards counts in their place.
+        On GPUs the agent gets the variables first, as NCCL may abort the process. That has a time
+        limit: copies from a hung GPU never end. A later report replaces these variables.
         """
         try:
             if adopt.waits_on_gpus():
@@ -235,14 +241,14 @@ class MainThreadWatch:
                 packing.start()
                 packing.join(deadlines.NAMES_AHEAD)
             adopt.break_off()
-        except Exception:  # no descriptor left, NCCL: the wait lasts
+        except Exception:  # no descriptor left, or an error of NCCL: the wait goes on
             traceback.print_exc()
 
 
 class _Sleep:
-    """How long the main thread has slept since this was made.
+    """How long the main thread has slept since this object was created.
 
-    ``told``: the agent knows that it is at work.
+    ``told``: whether the agent has been told that the main thread is at work.
     """
 
     def __init__(self) -> None:
@@ -255,7 +261,7 @@ class _Sleep:
         return time.monotonic() - self._began
 
     def seconds(self) -> float:
-        """Return for how many seconds it has slept; 0: it uses the processor, or a disk."""
+        """Return for how many seconds it has slept, or 0 if it uses the processor or a disk."""
         now = time.monotonic()
         state, used = _main_thread()
         idle = deadlines.IDLE_SHARE * (now - self._since) + deadlines.CLOCK_GRAIN
@@ -267,7 +273,7 @@ class _Sleep:
 def _main_thread() -> tuple[str, float]:
     """Return the main thread's state (proc(5)), and its processor time in seconds.
 
-    Where no file can be opened any more, it is taken to sleep.
+    If no file can be opened any more, it counts as asleep.
     """
     try:
         stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes()

@@ -1,4 +1,4 @@
-"""What a rank prints and displays, in one sequence, in one file (runs/events.py)."""
+"""The output and displays of a rank, as one sequence in one file (runs/events.py)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _PARTIAL_LINE_SECONDS = 0.02
 
 
 class _EventFile:
-    """The rank's event file; a kept rank has one a cell, and threads of a cell go on writing.
+    """The rank's event file.
 
-    Once the disk is full, records are dropped and counted: the rank goes on.
+    A kept rank has one per cell, and threads of a cell may go on writing.
+
+    Once the disk is full, records are dropped and counted, and the rank goes on.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,10 @@ class _EventFile:
         self.lost_bytes = 0
 
     def open(self, path: Path) -> None:
-        """Write to a file from now on; C-level stdout and stderr go to those beside it already."""
+        """Write to a file from now on.
+
+        C-level stdout and stderr already go to the files next to it.
+        """
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if self._fd < 0:
             self._fd, self._raw = opened, (os.dup(1), os.dup(2))
@@ -49,22 +54,25 @@ class _EventFile:
         except OSError:
             self.lost_bytes += len(record)
             return
-        if written < len(record):  # the disk filled up in the middle: take the torn record back
+        if written < len(record):  # the disk filled up in the middle: remove the incomplete record
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             self.lost_bytes += len(record)
 
 
 class _Text(io.TextIOWrapper):
-    """What a cell prints to; it keeps its bytes, as a kernel's own stream does."""
+    """The text stream of a cell.
+
+    Like a kernel's own stream, it cannot be detached from its bytes.
+    """
 
     def detach(self) -> Any:
         raise io.UnsupportedOperation("detach")
 
 
 class _RankStream(io.RawIOBase):
-    """The bytes of a rank's ``sys.stdout`` or ``sys.stderr``: sent by lines, or after a moment.
+    """The bytes of a rank's ``sys.stdout`` or ``sys.stderr``, sent at line ends or after a moment.
 
-    It is never closed, whatever a cell does: others print to it.
+    It is never closed, whatever a cell does, since other code prints to it.
     """
 
     def __init__(self, events: _EventFile, kind: int) -> None:
@@ -75,7 +83,7 @@ class _RankStream(io.RawIOBase):
         os.register_at_fork(before=self.flush, after_in_child=self._forget_thread)
 
     def as_text(self) -> io.TextIOWrapper:
-        # the encoding as a kernel's own spells it
+        # the encoding is spelled as a kernel spells it
         return _Text(self, "UTF-8", "backslashreplace", line_buffering=True, write_through=True)
 
     def _forget_thread(self) -> None:
@@ -99,7 +107,7 @@ class _RankStream(io.RawIOBase):
         self.flush()
 
     def fileno(self) -> int:
-        return self._kind + 1  # the C-level one, for children that are given this stream
+        return self._kind + 1  # the C-level descriptor, for children that are given this stream
 
     def write(self, data: Any) -> int:
         data = bytes(data)
@@ -117,7 +125,7 @@ class _RankStream(io.RawIOBase):
         return len(data)
 
     def flush(self) -> None:
-        if not self._pending:  # a text stream asks after each line
+        if not self._pending:  # a text stream flushes after each line
             return
         with self._lock:
             for at in range(0, len(self._pending), LARGEST_TEXT):
@@ -126,7 +134,7 @@ class _RankStream(io.RawIOBase):
 
 
 class Outlet:
-    """All ways out of a rank: streams and displays; open once the rank has its folder."""
+    """All output of a rank: streams and displays; open once the rank has its folder."""
 
     def __init__(self) -> None:
         self.events = _EventFile()
@@ -134,11 +142,14 @@ class Outlet:
         self._libc = ctypes.CDLL(None)
 
     def open(self, folder: Path) -> None:
-        """Write to a folder from now on, also what C code and children write to 1 and 2."""
+        """Write to a folder from now on, including what C code and children write to 1 and 2."""
         self._lead(folder / STDOUT, folder / STDERR, folder / EVENTS)
 
     def open_nowhere(self) -> None:
-        """Be what this process prints to, as libraries note it; write nowhere until open."""
+        """Become this process's output, which libraries may store a reference to.
+
+        Write nothing until open.
+        """
         nowhere = Path(os.devnull)
         self._lead(nowhere, nowhere, nowhere)
 
@@ -147,7 +158,7 @@ class Outlet:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             os.dup2(fd, number)
             os.close(fd)
-            # C's printf by lines, as a terminal has it, rather than by 4 KiB
+            # C's printf is flushed by line, as in a terminal, rather than every 4 KiB
             self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
         self.events.open(events)
         self.streams = self.streams or tuple(
@@ -157,27 +168,30 @@ class Outlet:
         self.take_back()
 
     def take_back(self) -> None:
-        """Be what this process prints to again, whatever a cell has put in the streams' place."""
+        """Become this process's output again, whatever a cell has assigned to the streams."""
         sys.stdout, sys.stderr = self.streams
 
     def publish(self, kind: str, **arguments: Any) -> None:
-        """Send a display message, after what was printed before it."""
+        """Send a display message after the output that was printed before it."""
         self.flush()
         self.events.append(KINDS.index(kind), pack_display(arguments))
 
     def flush(self) -> None:
-        """Send what Python and C hold back."""
+        """Send the data that Python and C still buffer."""
         for stream in self.streams:
             stream.flush()
         self._libc.fflush(None)
 
 
 def pack_display(arguments: dict[str, Any]) -> bytes:
-    """Encode a display message; what MessagePack cannot encode is sent as the nearest it can."""
+    """Encode a display message.
+
+    Values that MessagePack cannot encode are sent in the closest form.
+    """
     try:
         return _encode(arguments)
     except (UnicodeEncodeError, OverflowError):
-        # lone surrogates, of file names that are not UTF-8, and huge integers
+        # lone surrogates from file names that are not UTF-8, and huge integers
         text = json.dumps(arguments, ensure_ascii=False, default=repr).encode("utf-8", "replace")
         return _encode(
             json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else digits)
@@ -185,7 +199,7 @@ def pack_display(arguments: dict[str, Any]) -> bytes:
 
 
 def _nearest(value: Any) -> Any:
-    """Return an object as plain number, text or container, if it is one; else its ``repr``."""
+    """Return an object as a plain number, text or container if it is one, or its ``repr``."""
     match value:
         case str():
             return str.__str__(value)

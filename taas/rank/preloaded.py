@@ -1,6 +1,6 @@
 """What the forkserver does once for all ranks after its imports; it starts no thread.
 
-The forkserver imports this last, when all libraries are there.
+The forkserver imports this module last, after all libraries.
 """
 
 import atexit
@@ -20,13 +20,16 @@ from taas.project.wall import diversion
 from taas.rank import lifeline, warned_lines
 
 THREAD_POOLS = ThreadpoolController()
-"""The thread pools of BLAS and OpenMP in this process, found once: looking costs 15 ms."""
+"""The thread pools of BLAS and OpenMP in this process, found once: the search costs 15 ms."""
 
 
 def _forget_exit_functions() -> None:
-    """Drop exit functions of the imports, a second of work; ranks run what they register.
+    """Drop the exit functions of the imports, a second of work.
 
-    Kept are those through which a rank's own wishes go: finalizers, log handlers, child processes.
+    Ranks run those that they register.
+
+    Three stay, because a rank's own exit work goes through them: finalizers, log handlers, child
+    processes.
     """
     finalize: Any = weakref.finalize
     children: Any = multiprocessing.util
@@ -38,11 +41,11 @@ def _forget_exit_functions() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Keep freed memory: some forked heaps give back, and fault in again, 2,000 pages a step.
+    """Keep freed memory: some forked heaps release and fault in 2,000 pages in each step.
 
-    By itself malloc gives back the top of a heap above 64 MiB, which the next step asks for again:
-    measured with a small convolutional network, 0.5 to 5 ms of system time a step of 14 ms, run by
-    run. Who has set malloc keeps it.
+    By default malloc releases the top of a heap above 64 MiB, which the next step allocates again.
+    Measured with a small convolutional network, this costs 0.5 to 5 ms of system time in a step of
+    14 ms, varying from run to run. If the user has configured malloc, it stays as it is.
     """
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         linux.keep_freed_memory(256 << 20, map_from=32 << 20)
@@ -56,5 +59,5 @@ warned_lines.install()
 diversion.survey()
 holders.survey()
 gc.collect()
-# ranks' collections leave alone what all of them share: a touched page is a copied page
+# Garbage collections in ranks skip the objects that all ranks share: writing to a page copies it.
 gc.freeze()

@@ -1,4 +1,4 @@
-"""A process becomes a rank, once, and is made ready for each cell: variables, project, names."""
+"""A process becomes a rank once, and is prepared for each cell: environment, project, variables."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from taas.runs.stacks import answer_requests
 
 @dataclass
 class Prepared:
-    """This process, from its first order to its last.
+    """This process, from its first job to its last.
 
     Attributes:
-        device: where CUDA tensors of the notebook land; ``cuda``: on the device they had; None: in
-            host memory.
-        environ: the notebook's, as it was last.
-        project: where it is on this VM.
-        arrival: the names of the last cell as they arrived.
+        device: where CUDA tensors of the notebook are placed; ``cuda``: on the device that they
+            were on; None: in host memory.
+        environ: the notebook's environment variables in the last job.
+        project: the path of the project on this VM.
+        arrival: the variables of the last cell as they arrived.
     """
 
     shell: RankShell
@@ -41,7 +41,7 @@ class Prepared:
     arrival: Any = None
 
     def take_in(self, start: RankStart, payload: int) -> None:
-        """Make ready for a cell: variables, loaders, and names, from the descriptor ``payload``."""
+        """Prepare for a cell: environment, loaders, and variables from descriptor ``payload``."""
         order, staged = start.order, start.staged
         for name in self.environ.keys() - staged.environ.keys():
             os.environ.pop(name, None)
@@ -52,7 +52,7 @@ class Prepared:
             there = Path(order.cell.directory)
             if there.is_relative_to(staged.project):
                 there = self.project / there.relative_to(staged.project)
-            if there.is_dir():  # on this VM, too
+            if there.is_dir():  # if it exists on this VM
                 os.chdir(there)
         self.wall.begin_run(scratch_of(Path(staged.scratch), start.rank), staged.since_ns)
         files_on_demand.use(staged.on_demand, staged.project, staged.replica)
@@ -72,17 +72,17 @@ class Prepared:
             self.arrival.mark()
 
     def sizes(self) -> dict[str, int]:
-        """Return the memory that this process holds while it waits, as a `RankKept` has it."""
+        """Return the memory that this process holds while it waits, as fields of `RankKept`."""
         return {"host_bytes": own_memory(), "gpu_bytes": adopt.own_gpu.give_back_unused()}
 
 
 def own_memory() -> int:
-    """Return the bytes of memory that this process shares with no other."""
+    """Return the bytes of memory that this process shares with no other process."""
     return int(psutil.Process().memory_full_info().uss)
 
 
 def become_rank(start: RankStart, shell: RankShell, *, outlives_run: bool) -> Prepared:
-    """Make this process a rank, without names; ``outlives_run``: of later runs, too."""
+    """Make this process a rank, without variables; ``outlives_run``: it also serves later runs."""
     order, local_rank, staged = start.order, start.local_rank, start.staged
     if not hasattr(shell, "kernel") or start.rank not in order.cell.spec.shown_ranks():
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
@@ -112,13 +112,13 @@ def _tell(start: RankStart, text: str) -> None:
 
 
 def _enter_storage(start: RankStart, project: str, *, outlives_run: bool) -> Guard:
-    """Raise the wall around the project, while this process has one thread."""
+    """Set up the write protection of the project while this process has one thread."""
     order, staged = start.order, start.staged
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     sockets = "" if order.delivery is None else order.delivery.folder
     ours = [staged.output, order.store.folder, sockets, staged.on_demand]
-    if outlives_run:  # later runs have other folders beside these
+    if outlives_run:  # later runs have other folders next to these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(
         project=project,
@@ -132,7 +132,7 @@ def _enter_storage(start: RankStart, project: str, *, outlives_run: bool) -> Gua
 
 
 def _enter_project(start: RankStart, project: str) -> None:
-    """Stand where the notebook stands, with the arguments that a script would have."""
+    """Enter the notebook's directory, and set the arguments that a script would have."""
     os.chdir(project)
     if sys.path[:1] != [project]:
         sys.path.insert(0, project)
@@ -141,7 +141,10 @@ def _enter_project(start: RankStart, project: str) -> None:
 
 
 def _enter_device(order: RankOrder, local_rank: int) -> str | None:
-    """Select device and threads of this rank; return where the notebook's CUDA tensors land."""
+    """Select this rank's device and threads.
+
+    Return where the notebook's CUDA tensors are placed.
+    """
     import torch
 
     if threads := os.environ.get("OMP_NUM_THREADS"):  # read at import, which was before the fork

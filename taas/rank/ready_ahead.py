@@ -1,15 +1,16 @@
-"""A spare becomes the rank that is expected next, and imports, while nobody waits for it.
+"""A spare process becomes the rank that is expected next, and imports modules in advance.
 
-Ranks are new processes. A cell that uses transformers, trl and peft spends seconds on importing
-them, each time. The forkserver cannot do it for all: a library looks at import which rank it is in
-and whether a notebook is there, starts threads, and makes ids that no two processes may share. So
-each process does it for itself, when it is the rank already (entry.become_rank): after a run the
-agent expects another one like it.
+Ranks are new processes. A cell that uses transformers, trl and peft spends seconds importing them,
+each time. The forkserver cannot import them for all ranks: at import, a library checks which rank
+it is in and whether there is a notebook, starts threads, and creates ids that no two processes may
+share. So each process imports them for itself when it already is the rank (entry.become_rank):
+after a run, the agent expects another one like it.
 
-The order may be another one after all. One comparison (:meth:`ReadyAhead.fits`) decides: of all
-that becoming the rank and the imports depended on, as it was then and as it is now. Whatever
-differs, or cannot be compared, makes the process unfit: it leaves, and another one is forked in its
-place. What an import did that a rank would not have done before its cell makes it unfit, too.
+The next job may be a different one. One comparison (:meth:`ReadyAhead.fits`) decides: it compares
+everything that becoming the rank and the imports depended on with its current state. Anything that
+differs, or cannot be compared, makes the process unfit: it exits, and another one is forked in its
+place. An import with a side effect that a rank would not have before its cell makes the process
+unfit, too.
 """
 
 from __future__ import annotations
@@ -39,37 +40,41 @@ from taas.rank.shell import RankShell
 from taas.rank_storage import Guard
 
 _FEWEST = 100
-"""So many modules are worth it: they take some 0.1 s to import. Fewer cost the next cell less than
-a doubt about its ranks does.
+"""The smallest number of modules that is worth it: they take about 0.1 s to import.
+
+Importing fewer costs the next cell less than checking its ranks does.
 """
 _NICER_BY = 10
 _DRAW_FOR_THEMSELVES = ("rich.style",)
-"""Modules that draw at import for a purpose of their own: the first id of rich's links."""
+"""Modules that draw random numbers at import for themselves: the first id of rich's links."""
 _LOOK_FOR_THEIR_OWN = ("fsspec.config",)
-"""Modules that copy the environment at import, and look in it for names that are theirs."""
+"""Modules that copy the environment at import, and search it for their own variables."""
 _SETS_VARIABLES = re.compile(
     r"environ\s*\[[^\]]*\]\s*=[^=]|environ\s*\|=|\bdel\b[^\n]*environ"
     r"|environ\s*\.\s*(?:update|setdefault|pop|popitem|clear)\b|\b(?:un|set|put)env\b"
     r"|^\s*%(?:set_)?env\b|\bload_dotenv\b",
     re.MULTILINE,
 )
-"""What a cell may say that sets environment variables itself, before it imports what reads them."""
+"""Code with which a cell sets environment variables before it imports modules that read them."""
 
 
 # ---------------------------------------------------------------- which modules
 
 
 def installed_modules(after: str) -> tuple[str, ...]:
-    """Return the installed modules that were imported after one, in order; few are none."""
+    """Return the installed modules imported after ``after``, in order.
+
+    Empty if there are only a few.
+    """
     names = [name for name in reversed(imported_after(after)) if _file_of_installed(name)]
     return tuple(names) if len(names) >= _FEWEST else ()
 
 
 def _file_of_installed(name: str) -> str:
-    """Return the file of an installed module that is imported by this name; else empty."""
+    """Return the file of an installed module that is imported by this name, otherwise ""."""
     spec = attributes_of(sys.modules.get(name)).get("__spec__")
     if not isinstance(spec, ModuleSpec) or spec.name != name or not spec.origin:
-        return ""  # one that a program has made, or that has another name as well
+        return ""  # a module that a program has created, or that also has another name
     return spec.origin if is_installed(spec.origin) and not _is_ours(name) else ""
 
 
@@ -81,17 +86,17 @@ def _is_ours(name: str) -> bool:
 
 
 class _Terms(NamedTuple):
-    """What of an order decides how a process becomes a rank, without what each run has anew."""
+    """The parts of a job that decide how a process becomes a rank, except those new in each run."""
 
     header: dict[str, object]
-    shown: bool  # whether the cell shows what this rank prints: its bars are widgets then
+    shown: bool  # whether the cell shows this rank's output: its progress bars are widgets then
     preparation: object
     own_gpu_first: bool
     local_rank_option: str
     place: tuple[object, ...]
     gpus: tuple[str, ...]
     delivers: bool
-    goes_on: bool  # in ranks that were kept, or after a restart
+    goes_on: bool  # in kept ranks, or after a restart
     folders: tuple[str, ...]
     environ: dict[str, str]
     path: tuple[str, ...]
@@ -99,7 +104,7 @@ class _Terms(NamedTuple):
 
 
 def terms_of(start: RankStart) -> _Terms:
-    """Return what of an order has to be as it was expected."""
+    """Return the parts of a job that must be as expected."""
     order, staged, cell = start.order, start.staged, start.order.cell
     return _Terms(
         header=cell.spec.of_ranks(),
@@ -119,7 +124,7 @@ def terms_of(start: RankStart) -> _Terms:
 
 
 class _FileStatus(NamedTuple):
-    """What changes with a file, or with a folder's entries."""
+    """The attributes that change with a file, or with a folder's entries."""
 
     modified_ns: int
     changed_ns: int
@@ -128,29 +133,31 @@ class _FileStatus(NamedTuple):
 
 
 def _status(path: str) -> _FileStatus:
-    """Return how a file or folder is now; OSError: it is gone."""
+    """Return the current status of a file or folder; raise OSError if it is gone."""
     found = os.stat(path)  # noqa: PTH116  thousands of them
     return _FileStatus(found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
 
 
 class ReadyAhead:
-    """A rank that has had no order yet, in its own process: what it was made by, and imported.
+    """A rank without a job so far, in its own process: what it was made from, and its imports.
 
     Args:
-        told: what its agent expects.
-        wall: the rank's, which stands already. Landlock grants what is there when it is raised:
-            later entries of the project's parents could not be written here, and in a fresh rank
-            they could.
+        told: the job that its agent expects.
+        wall: the rank's write protection, which is already set up. Landlock grants access to the
+            entries that exist when it is set up: later entries of the project's parents could not
+            be written here, although a fresh rank could write them.
 
     Attributes:
-        unfit: what it, or an import, does that a rank would not have done before its cell.
+        unfit: side effects of this process or of an import that a rank would not have before its
+            cell.
     """
 
     def __init__(self, told: GetReady, wall: Guard) -> None:
         self._told, self._wall = told, wall
         self._terms = terms_of(told.start)
         self._settings = seen_by_imports(rank=True)
-        self._found: dict[str, object] = {}  # where the path leads to, by the first part of a name
+        # where the path finds a module, by the first part of its name
+        self._found: dict[str, object] = {}
         self._files: dict[str, _FileStatus] = {}
         self._folders: dict[str, _FileStatus] = {}
         self.unfit: list[str] = []
@@ -160,9 +167,10 @@ class ReadyAhead:
     # ------------------------------------------------------------ importing
 
     def import_modules(self, shell: RankShell, has_word: Callable[[], bool]) -> None:
-        """Import what there is to import, until the agent has something to say.
+        """Import the expected modules until the agent has sent a message.
 
-        A module that cannot be imported ends it: what is there by then is a rank's start like any.
+        A module that cannot be imported ends the loop: the modules imported so far are as good a
+        start for a rank as any.
         """
         staged = self._told.start.staged
         sent = {"sys.path": [*staged.at_import.path], "sys.argv": [*staged.at_import.arguments]}
@@ -174,7 +182,7 @@ class ReadyAhead:
             _noting_reads(VARIABLES_OF_A_RUN) as reads,
             around_imports(_DRAW_FOR_THEMSELVES, drawing_nothing),
             around_imports(_LOOK_FOR_THEIR_OWN, reads.unnoted),
-            shell.builtin_trap,  # a cell has get_ipython among its built-in names
+            shell.builtin_trap,  # a cell has get_ipython among its builtins
             shell.display_trap,
         ):
             for name in self._told.modules:
@@ -189,13 +197,14 @@ class ReadyAhead:
             "changes the working directory": here != Path.cwd(),
             "makes a process group": dist.is_initialized(),
             "uses a GPU, and holds memory of it": bool(own_gpu.with_contexts()),
-            # what a rank other than 0 has written there stays in a scratch that goes
+            # files that a rank other than 0 has written there are in a scratch folder that is
+            # removed
             "writes into the project": self._wall.table is not None and self._wall.table.touched,
         }
         self.unfit += [what for what, is_done in done.items() if is_done]
 
     def _import(self, name: str) -> bool:
-        """Import one module, if it is found among installed ones; return whether that went well."""
+        """Import one module if it is found among installed ones; return whether that succeeded."""
         top = name.partition(".")[0]
         if top not in self._found:
             self._found[top] = _found_at(top)
@@ -203,12 +212,15 @@ class ReadyAhead:
             return True
         try:
             importlib.import_module(name)
-        except BaseException:  # SystemExit, too: whatever it raises, the cell shall meet it
+        except BaseException:  # including SystemExit: the cell shall meet any error itself
             return False
         return True
 
     def _note_files(self, new: list[str], began: int) -> None:
-        """Note modules' files; one that changed since the imports began makes the process unfit."""
+        """Record modules' files.
+
+        One that changed since the imports began makes the process unfit.
+        """
         for file in filter(None, map(_file_of_installed, new)):
             try:
                 status = _status(file)
@@ -219,10 +231,10 @@ class ReadyAhead:
             if status.changed_ns >= began:
                 self.unfit.append(f"was about to read {file}, which was changed")
 
-    # ------------------------------------------------------------ the order
+    # ------------------------------------------------------------ the job
 
     def fits(self, start: RankStart) -> bool:
-        """Whether a fresh process would be this one after the same imports."""
+        """Whether a fresh process would be the same as this one after the same imports."""
         return (
             not self.unfit
             and self._terms == terms_of(start)
@@ -232,12 +244,12 @@ class ReadyAhead:
         )
 
     def _has_settings(self, of_notebook: Mapping[str, str]) -> bool:
-        """Whether modules found here what they would in a fresh rank, which puts what is named."""
+        """Whether modules found the settings here that a fresh rank would have applied."""
         own = self._settings
         return all(of_notebook.get(name, value) == value for name, value in own.items())
 
     def _is_installed_as_before(self) -> bool:
-        """Whether nothing was installed, removed, edited or put before it on the path."""
+        """Whether nothing was installed, removed, edited or put in front of it on the path."""
         importlib.invalidate_caches()
         try:
             return (
@@ -254,7 +266,7 @@ def _holds_installed(entry: str) -> bool:
 
 
 def _is_of_project(name: str) -> bool:
-    """Whether a module's file is not installed: such files are edited; each cell reads them."""
+    """Whether a module's file is not installed: such files are edited, so each cell reads them."""
     file = attributes_of(sys.modules.get(name)).get("__file__")
     return isinstance(file, str) and not is_installed(file) and not _is_ours(name)
 
@@ -270,13 +282,13 @@ def _found_at(top: str) -> object:
     return tuple(places) if all(is_installed(f"{place}/") for place in places) else None
 
 
-# ---------------------------------------------------------------- reads of what is not known yet
+# ---------------------------------------------------------------- reads of variables not known yet
 
 _Environ: Any = type(os.environ)
 
 
 class _Reads:
-    """Which variables this process has looked for; ``unnoted``: not while that lasts."""
+    """The variables that this process has looked up; lookups during ``unnoted`` do not count."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -297,10 +309,10 @@ class _Reads:
 
 @contextlib.contextmanager
 def _noting_reads(names: tuple[str, ...]) -> Iterator[_Reads]:
-    """Yield which of some variables this process looks for meanwhile, and cannot find yet.
+    """Yield which of these variables this process looks up meanwhile, and cannot find yet.
 
-    Who copies the whole environment looks for all of them. Who goes through it, name by name, looks
-    for names that begin as its own do (tqdm, pydantic).
+    Code that copies the whole environment looks up all of them. Code that iterates over it looks
+    for variables with a prefix of its own (tqdm, pydantic).
     """
     reads = _Reads()
 
@@ -326,12 +338,12 @@ def _noting_reads(names: tuple[str, ...]) -> Iterator[_Reads]:
         environ.__class__ = _Environ
 
 
-# ---------------------------------------------------------------- beside what the user does
+# ---------------------------------------------------------------- in the background
 
 
 @contextlib.contextmanager
 def low_priority() -> Iterator[None]:
-    """Lower this process's priority, if it may raise it again; new threads have it, too."""
+    """Lower this process's priority if it may raise it again; new threads inherit the priority."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     if not _may_raise_priority(before):
         yield
@@ -344,7 +356,7 @@ def low_priority() -> Iterator[None]:
 
 
 def _may_raise_priority(before: int) -> bool:
-    """Try it in a thread that ends with that: RLIMIT_NICE decides for ordinary users."""
+    """Try it in a thread that then ends: RLIMIT_NICE decides for ordinary users."""
     may: list[bool] = []
 
     def try_it() -> None:

@@ -1,4 +1,4 @@
-"""The IPython shell that runs a cell in a rank, and the process made ready for it."""
+"""The IPython shell that runs a cell in a rank, and the preparation of its process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _DisplayHook(DisplayHook):
     outlet = Instance(Outlet)
 
     def write_output_prompt(self) -> None:
-        """The notebook writes its own."""
+        """The notebook writes its own prompt."""
 
     def write_format_data(
         self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None
@@ -79,14 +79,14 @@ class RankShell(InteractiveShell):
     loop_runner_map = LOOP_RUNNERS
     is_rank = True
     last_traceback: tuple[str, ...] = ()
-    _own: ExecutionResult | None = None  # of the cell, not of one that runs within
+    _own: ExecutionResult | None = None  # of the cell, not of a cell that runs within it
 
     def init_display_pub(self) -> None:
-        """Make the publisher that writes to the outlet."""
+        """Create the publisher that writes to the outlet."""
         self.display_pub = self.display_pub_class(parent=self, shell=self, outlet=self.outlet)
 
     def init_displayhook(self) -> None:
-        """Make the display hook that writes to the outlet."""
+        """Create the display hook that writes to the outlet."""
         super().init_displayhook()
         self.displayhook.set_trait("outlet", self.outlet)
 
@@ -99,10 +99,10 @@ class RankShell(InteractiveShell):
 
     @contextmanager
     def _tee(self, channel: str) -> Iterator[None]:
-        """Keep no copy of what the cell prints: it is in the rank's files.
+        """Keep no copy of the cell's output: it is in the rank's files.
 
-        IPython's own leaves a stream with its ``write`` as an attribute; a captured one comes back
-        to the notebook.
+        IPython's own version leaves ``write`` as an attribute of the stream; a captured stream is
+        sent back to the notebook.
         """
         stream = getattr(sys, channel)
         yield
@@ -113,25 +113,26 @@ class RankShell(InteractiveShell):
         raise SystemExit(0)
 
     def atexit_operations(self) -> None:
-        """Leave the names as they are: a full garbage collection takes longer than the start."""
+        """Leave the variables as they are: a full collection takes longer than the start."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        """Make the traceback of an error.
+        """Format the traceback of an error.
 
-        An interrupt that comes while it is made is that of a run which another rank's error ends
-        already.
+        An interrupt that comes meanwhile belongs to a run that another rank's error is already
+        ending.
         """
         with _interrupts_ignored():
             etype, error, tb = self._get_exc_info(exc_tuple)
             hide_machinery(error)
-            if _holds_group(error):  # IPython has no form for these, and prints Python's
+            # IPython does not format exception groups, and prints Python's format
+            if _holds_group(error):
                 lines = "".join(traceback.format_exception(etype, error, tb and (tb.tb_next or tb)))
                 self._showtraceback(etype, error, lines.splitlines())
             else:
                 super().showtraceback(exc_tuple, *args, **options)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
-        """Note the cell's own traceback; show one after which IPython goes on (``%run``)."""
+        """Store the cell's own traceback; show one after which IPython goes on (``%run``)."""
         own = self._own
         if own is None or evalue is own.error_in_exec or evalue is own.error_before_exec:
             self.last_traceback = tuple(stb)
@@ -144,12 +145,12 @@ class RankShell(InteractiveShell):
             )
 
     def _format_exception_for_storage(self, *_: Any, **__: Any) -> dict[str, Any]:
-        return {}  # the history is the notebook's
+        return {}  # the notebook keeps the history
 
     async def run_code(
         self, code_obj: Any, result: ExecutionResult | None = None, **options: Any
     ) -> bool:
-        """Run code; the first that runs is the cell's."""
+        """Run code; the first code that runs is the cell's."""
         self._own = self._own or result
         failed: bool = await super().run_code(code_obj, result, **options)
         return failed
@@ -167,8 +168,8 @@ class RankShell(InteractiveShell):
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
-    # no SIG_IGN: an interrupt that finds that is repeated, as it is after os.system
-    # (rank/agent_link.py)
+    # Not SIG_IGN: an interrupt that finds it is repeated, as after os.system
+    # (rank/main_thread.py).
     before = signal.signal(signal.SIGINT, lambda number, frame: None) if is_main else None
     try:
         yield
@@ -178,19 +179,19 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _holds_group(error: BaseException | None) -> bool:
-    """Tell whether an exception, or one that it came from, is a group."""
+    """Whether an exception, or one in its chain of causes, is a group."""
     while error is not None and not isinstance(error, BaseExceptionGroup):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-# --------------------------------------------- what a process does before it knows which rank it is
+# --------------------------------------------- preparation that does not depend on the rank
 #
-# Spares do it while nobody waits.
+# Spare processes do it in advance.
 
 
 def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
-    """Do all that is the same in every rank; return the shell on a fresh ``__main__``.
+    """Do everything that is the same in every rank; return the shell on a fresh ``__main__``.
 
     The outlet may be opened later.
     """
@@ -206,7 +207,7 @@ def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
 
 
 def _forget_forkserver() -> None:
-    """Drop what the forkserver left in this process and a fresh Python would not have."""
+    """Drop state that the forkserver left in this process and a fresh Python would not have."""
     tempfile.tempdir = None
     default: Any = multiprocessing.context._default_context
     default._actual_context = None  # the cell may call set_start_method, as a script may
@@ -218,8 +219,8 @@ def _forget_forkserver() -> None:
 def _make_shell(preparation: Preparation, outlet: Outlet) -> RankShell:
     """Build the shell on a fresh ``__main__``.
 
-    Libraries that draw bars and tables ask for the name of its class, and whether a kernel
-    configured it: they are told what the notebook's own shell would tell them.
+    Libraries that draw bars and tables check the name of its class, and whether a kernel
+    configured it; they find what they would find in the notebook's own shell.
     """
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -235,7 +236,7 @@ def _make_shell(preparation: Preparation, outlet: Outlet) -> RankShell:
         config=config, user_module=main, user_ns=main.__dict__, outlet=outlet
     )
     if of_kernel:
-        shell.kernel = None  # pandas asks whether there is the attribute
+        shell.kernel = None  # pandas checks whether the attribute exists
     for prompt in ("ps1", "ps2", "ps3"):  # Lightning takes a process that has them for a notebook
         if hasattr(sys, prompt):
             delattr(sys, prompt)

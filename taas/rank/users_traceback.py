@@ -1,10 +1,10 @@
-"""Tracebacks lead from the cell to the user's code: frames of taas do not stand between them.
+"""Tracebacks lead from the cell to the user's code, without frames of taas between them.
 
-taas stands there where it calls the user's code: it imports a module of the project that the
-notebook has imported before (``import_hooks``), builds an object whose class has a
-``__setstate__``, calls the function that was given to a launcher, or hands on what the user's code
-raised in a data worker. Of an error of taas' own, and of a library that taas called, no frame is
-left out: the user, or we, may have to know where it came from.
+There are frames of taas where it calls the user's code: it imports a module of the project that
+the notebook has imported before (``import_hooks``), builds an object whose class has a
+``__setstate__``, calls the function that was given to a launcher, or re-raises an error of the
+user's code in a data worker. For errors of taas itself, and of a library that taas called, all
+frames are shown: the user, or a developer of taas, may need to know where the error came from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from taas.delivery.failures import chain_of, entries_of, raise_remote
 
 _DELIVERY = f"{own_code.FOLDER}delivery/"
 _FROZEN = "<frozen "
-"""Python leaves the frames of its own import out, unless another loader's stand between them."""
+"""Python omits the frames of its own import, unless frames of another loader are between them."""
 
 
 def lines_of(error: BaseException) -> list[str]:
@@ -28,7 +28,10 @@ def lines_of(error: BaseException) -> list[str]:
 
 
 def users_lines_of(error: BaseException) -> list[str]:
-    """Return the traceback of the user's error behind one of taas; empty: there is none."""
+    """Return the traceback of the user's error that caused an error of taas.
+
+    Empty if there is none.
+    """
     of_user = None
     for one, _ in chain_of(error):
         if _place_of_users_code(one, [*entries_of(one.__traceback__)]) >= 0:
@@ -37,7 +40,7 @@ def users_lines_of(error: BaseException) -> list[str]:
 
 
 def hide_machinery(error: BaseException | None) -> None:
-    """Take frames of taas out of the tracebacks of an error and of those that it came from."""
+    """Remove frames of taas from the tracebacks of an error and of the errors in its chain."""
     for one, _ in chain_of(error) if error is not None else ():
         entries = [*entries_of(one.__traceback__)]
         is_remote = any(entry.tb_frame.f_code is raise_remote.__code__ for entry in entries)
@@ -56,9 +59,9 @@ def hide_machinery(error: BaseException | None) -> None:
 
 
 def _place_of_users_code(error: BaseException, entries: list[TracebackType]) -> int:
-    """Return the number of the innermost frame of the user's code; -1 if there is none.
+    """Return the index of the innermost frame of the user's code, or -1 if there is none.
 
-    Code that does not compile has no frame: its place is below all of them.
+    Code that does not compile has no frame: its index is that below the innermost frame.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return len(entries)
@@ -67,7 +70,7 @@ def _place_of_users_code(error: BaseException, entries: list[TracebackType]) -> 
 
 
 def _is_users(file: str) -> bool:
-    """Tell whether code in a file is the user's: neither of taas, nor of Python, nor installed."""
+    """Whether code in a file is the user's: not part of taas or Python, and not installed."""
     return not file.startswith((own_code.FOLDER, _FROZEN)) and not is_installed(file)
 
 

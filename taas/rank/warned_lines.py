@@ -1,9 +1,9 @@
-"""Warnings name the user's line: frames of taas in a library's place are passed over.
+"""Warnings report the user's line: frames of taas in place of a library's are skipped.
 
-``warnings.warn(…, stacklevel=2)`` in such a function, or a warning of C code, names who called it:
-taas, where taas has put a function of its own between (``rehearsal``, ``adopt``, ``storage``). Such
-a warning is given again as of the line that called taas, so that the user's filters, and Python's
-rule that one line warns once, hold for that.
+``warnings.warn(…, stacklevel=2)`` in a library function, or a warning from C code, reports the
+caller. That is taas if a function of taas replaces the library's (``rehearsal``, ``adopt``,
+``storage``). Such a warning is issued again for the line that called taas, so that the user's
+filters, and Python's rule that one line warns once, apply to that line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _Show = Callable[[warnings.WarningMessage], None]
 
 
 def install() -> None:
-    """Let warnings of this process, and of what it forks, name lines outside taas; done once."""
+    """Let warnings of this process and its forked children report lines outside taas.
+
+    Called once.
+    """
     module: Any = warnings
     module._showwarnmsg = _passing_over(module._showwarnmsg)
 
@@ -33,10 +36,10 @@ def _passing_over(native: _Show) -> _Show:
         caller = ours
         while caller is not None and caller.f_code.co_filename.startswith(own_code.FOLDER):
             caller = caller.f_back
-        if ours is None or caller is None:  # nobody else has called it
+        if ours is None or caller is None:  # no other code has called it
             native(message)
             return
-        # that it was told of a line of taas is forgotten: the next line of the user's tells it, too
+        # Forget that a line of taas has warned, so that the user's next line warns, too.
         ours.f_globals.get("__warningregistry__", {}).clear()
         told = (str(message.message), message.category)
         warnings.onceregistry.pop(told, None)  # type: ignore[attr-defined]
@@ -56,7 +59,7 @@ def _passing_over(native: _Show) -> _Show:
 
 
 def _named_frame(file: str) -> FrameType | None:
-    """Return the innermost call that is at work in a file."""
+    """Return the innermost active frame of a file."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back
