@@ -134,9 +134,7 @@ class ReplicaGroup:
         return [part.tobytes() for part in every.numpy().reshape(self.size, width)]
 
     def gather(self, tensor: Tensor, way: Slices) -> Tensor:
-        """Join all ranks' tensors along the dimension of ``way``, which has the extent of each
-        rank.
-        """
+        """Join all ranks' tensors along the dimension of ``way``, by each rank's extent."""
         rows = tensor.detach().movedim(way.dim, 0)
         rest, most = rows.shape[1:], max(way.sizes)
         if rows.shape[0] < most:

@@ -274,9 +274,7 @@ def gpu_is_busy() -> bool:
 
 @contextlib.contextmanager
 def beside_gpu_work() -> Iterator[None]:
-    """Keep copies from GPUs in this thread from waiting for earlier GPU work, which may
-    never end.
-    """
+    """Keep copies from GPUs in this thread from waiting for earlier work, which may never end."""
     with contextlib.ExitStack() as stack:
         # outermost, so that at the end no other device stays selected
         stack.enter_context(own_gpu.current())

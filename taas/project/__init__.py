@@ -1,1 +1,1 @@
-"""The project's folder: who may write in it, and its copies on other machines."""
+"""The project's folder: which processes may write to it, and its copies on other machines."""

@@ -1,17 +1,20 @@
-"""Project files on VMs that do not see the notebook's disk.
+"""Project files on VMs that cannot access the notebook's disk.
 
-``archive`` packs and reads the project files that travel to a VM, and the changes made there since.
-``applier`` makes an archive's changes to a folder, whole and without overwriting the user's work.
-``files_on_demand`` brings files that did not travel when a process opens them.
+A VM is a machine (host or node) on which an agent runs.
 
-This module puts the copy on a VM at the project's own path, for a rank and all it starts. The best
-way is a mount namespace of the rank, in which the copy is mounted at the path: no other process on
-the VM sees it, and it leaves nothing behind. If that is refused (most containers refuse it), the
-rank works in the copy's own folder: relative paths and imports work, absolute paths don't, and the
-cell says so.
+``archive`` packs and reads the project files that are sent to a VM, and the changes made there
+since. ``applier`` applies an archive's changes to a folder, each file completely and without
+overwriting the user's work. ``files_on_demand`` transfers files that were not sent when a process
+opens them.
 
-Some directories of the VM beneath that path stay visible: Python's own installation, if the project
-is a home directory, and caches, so that a model is downloaded once.
+This module makes the copy on a VM visible at the project's own path, for a rank and all processes
+it starts. The best way is a mount namespace of the rank, in which the copy is mounted at the path:
+no other process on the VM sees it, and it leaves nothing behind. If that is refused (most
+containers refuse it), the rank works in the copy's own folder: relative paths and imports work,
+absolute paths don't, and the cell's output says so.
+
+Some directories of the VM beneath that path stay visible: Python's own installation, if the
+project is a home directory, and caches, so that a model is downloaded once.
 """
 
 # Plain strings: a Path removes "..", which the kernel follows.
@@ -53,7 +56,7 @@ def kept_places(project: str, own: str = "") -> list[str]:
 
 
 def make_places(replica: str, project: str) -> list[str]:
-    """Make the directories in a copy over which :func:`kept_places` are mounted; return them."""
+    """Create the directories in a copy over which :func:`kept_places` are mounted; return them."""
     places = kept_places(project, str(Path(replica).parent))
     for place in places:
         inside = resolve_beneath(place, project)
@@ -63,23 +66,22 @@ def make_places(replica: str, project: str) -> list[str]:
 
 
 def enter_replica(replica: str, project: str, say: Callable[[str], object]) -> str:
-    """Let this process, and all it will start, see a copy of the project at the project's path.
+    """Make this process, and all it will start, see a copy of the project at the project's path.
 
-    Return where the project is.
-
-    The process has one thread. Its working directory and its open files do not move.
+    Return the path of the project. The process must have only one thread. Its working directory
+    and its open files do not move.
 
     Args:
-        replica: the copy, in a folder of taas that stays visible at its own path; empty: there is
-            none.
+        replica: the copy, in a folder of taas that stays visible at its own path; empty if there
+            is no copy.
         project: the absolute path of a directory.
-        say: called with the reason if the copy cannot be put there; the process may be in a new
-            namespace then.
+        say: called with the reason if the copy cannot be mounted there; the process may be in a
+            new namespace then.
     """
     if not replica:
         return project
     try:
-        # Root keeps its capabilities: the wall comes after this.
+        # Root keeps its capabilities, because the write protection is set up after this.
         with linux.own_mounts(()), linux.still_seen(make_places(replica, project)):
             linux.mount(replica, project, linux.MS_BIND | linux.MS_REC)
     except OSError as error:

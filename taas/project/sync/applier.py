@@ -1,14 +1,16 @@
-"""Makes changes to a project: each file as a whole or not at all, and never over a user's work.
+"""Applies changes to a project: each file completely or not at all, and never over a user's work.
 
 The earlier content of a path is known from when the project was packed, or from this run's last
-change. If the path has another content now, the notebook's user has changed it meanwhile: it stays,
-and the run's version is put aside for ``%taas recover``, until a later version finds its place. (An
-editor that saves in the microseconds between this check and the change would lose.) A file that has
-the right content already is not replaced, so that programs which have it open keep it.
+change. If the path has different content now, the notebook's user has changed it meanwhile: it
+stays, and the run's version is put aside for ``%taas recover``, until a later version can be
+written to the path. (A change that an editor saves in the microseconds between this check and the
+change would be lost.) A file that already has the right content is not replaced, so that programs
+that have it open keep it.
 
-A file that did not travel is another case: the VM had none, so the run's file began empty there,
-even if it is a log to which the run adds a line. The run's file takes its place, as it would have
-here. The old file stays beside it, because the new one may have nothing of it.
+A file that was not sent to the VM is a different case: the VM had no such file, so the run's file
+began empty there, even if it is a log to which the run adds a line. The run's file replaces it, as
+it would have here. The old file is renamed and stays in the same folder, because the new one may
+contain nothing of it.
 """
 
 # Paths are bytes, relative to open directories.
@@ -31,17 +33,18 @@ _COMPARED = 1 << 20
 
 
 class Applier:
-    """Makes one run's changes to a project, or to another folder.
+    """Applies one run's changes to a project, or to another folder.
 
     Args:
         root: the folder.
-        found: by path, what was there when it was packed.
-        stayed: files that were there, too, and did not travel.
-        run: name of the run, for the new names of such files.
-        aside: a folder for files that find no place in the project; None: a notice says so.
+        found: the entries that were there when it was packed, by path.
+        stayed: files that were also there, but were not sent.
+        run: the name of the run, for the new names of such files.
+        aside: a folder for files that cannot be placed in the project; if None, a notice reports
+            them.
 
-    ``notices`` has lines for the user; ``expected`` has what should be there: files that travelled
-    or were put there.
+    ``notices`` contains lines for the user; ``expected`` contains the files that should be there:
+    those that were sent, or were written there.
     """
 
     def __init__(
@@ -59,18 +62,18 @@ class Applier:
 
     @property
     def known(self) -> dict[bytes, FileState]:
-        """Return what VMs may have: the files that are there, and those removed meanwhile."""
+        """Return the files that VMs may have: those that are there, and those removed meanwhile."""
         return {**self._found, **self.expected}
 
     @property
     def written(self) -> set[bytes]:
-        """Return the paths of the files that were put there."""
+        """Return the paths of the files that were written."""
         return {path for path, seen in self.expected.items() if seen != self._found.get(path)}
 
     def take(
         self, archive: int, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
     ) -> None:
-        """Make the changes of an archive that are ``allowed``; :attr:`notices` says what failed.
+        """Apply those changes of an archive that are ``allowed``; add failures to :attr:`notices`.
 
         Raises:
             Unreadable: it is not an archive.
@@ -82,7 +85,7 @@ class Applier:
                     continue
                 try:
                     self._take(root, entry, data)
-                except (OSError, ValueError) as error:  # a ValueError: it is not a path
+                except (OSError, ValueError) as error:  # ValueError: it is not a path
                     why = getattr(error, "strerror", None) or error
                     if entry.state is not None:  # otherwise it was removed with its folder
                         self.notices.append(f"{shown_path(entry.path)} did not come back: {why}")
@@ -91,7 +94,7 @@ class Applier:
         comes = None if entry.bare else entry.state
         placed = comes is None or comes.kind == "directory"
         with (
-            # something else is in the place of its folder
+            # another entry is at the path of its folder
             contextlib.suppress(NotADirectoryError, FileNotFoundError),
             _folder(root, entry.path, make=comes is not None) as folder,
         ):
@@ -102,7 +105,7 @@ class Applier:
             self._put_aside(entry, data)
 
     def _place(self, entry: ArchiveEntry, data: memoryview, folder: int) -> bool:
-        """Make a change; return False if a version of the user's is in its way."""
+        """Apply a change; return False if a version of the user's is in its way."""
         path, state, name = entry.path, entry.state, os.path.basename(entry.path)
         stands = _look(folder, name)
         if state is None or entry.bare:
@@ -111,7 +114,7 @@ class Applier:
             return True
         if state.kind == "directory":
             if stands is not None:
-                return True  # if it is not a directory, its files will find no place
+                return True  # if it is not a directory, its files cannot be placed
             os.mkdir(name, state.mode & 0o777 | 0o700, dir_fd=folder)
         elif stands is not None and _is_same(entry, data, folder, stands):
             if state.kind == "file":  # its new ctime shows that the run wrote it
@@ -134,7 +137,7 @@ class Applier:
     def _take_back(self, path: bytes) -> None:
         """Remove the file that was put aside for a path.
 
-        A later version has found its place, or the run no longer has the file.
+        A later version has been written to the path, or the run no longer has the file.
         """
         if self._aside is not None:
             with (
@@ -145,9 +148,9 @@ class Applier:
                 _unlink(path, folder)
 
     def _is_free(self, path: bytes, folder: int, stands: FileState | None) -> bool:
-        """Return whether the run may write a path.
+        """Return whether the run may write to a path.
 
-        A file of the user's that had not travelled is renamed first.
+        A file of the user's that had not been sent is renamed first.
         """
         if stands is None or (stands == self.expected.get(path) and stands.kind != "directory"):
             return True
@@ -159,7 +162,8 @@ class Applier:
             names = os.path.basename(path), os.path.basename(kept)
             os.link(*names, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError:
-            # The new name is taken, or the file is another user's and may not get a second name.
+            # The new name is taken, or the file belongs to another user and may not get a second
+            # name.
             return False
         self.notices.append(
             f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where"
@@ -192,7 +196,7 @@ def unpack(
 
 @contextlib.contextmanager
 def _directory(path: str | bytes | Path, within: int | None = None) -> Iterator[int]:
-    """Open a directory to whose path no link leads."""
+    """Open a directory, but not through a link."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         yield fd
@@ -204,7 +208,7 @@ def _directory(path: str | bytes | Path, within: int | None = None) -> Iterator[
 def _folder(root: int, path: bytes, *, make: bool) -> Iterator[int]:
     """Open the folder of a path beneath an open directory, through no link and no ``..``.
 
-    ``make``: make missing folders.
+    ``make``: create missing folders.
     """
     parts = path.split(b"/")
     if any(part in (b"", b".", b"..") for part in parts):
@@ -220,7 +224,7 @@ def _folder(root: int, path: bytes, *, make: bool) -> Iterator[int]:
 
 
 def _look(folder: int, name: bytes) -> FileState | None:
-    """Return the state of the entry with a name; None if there is none."""
+    """Return the state of the entry with a name, or None if there is none."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         target = os.readlink(name, dir_fd=folder) if stat.S_ISLNK(status.st_mode) else b""
@@ -254,7 +258,7 @@ def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileSta
 
 
 def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
-    """Put a file or a link at its name in one step."""
+    """Place a file or a link at its name atomically."""
     assert entry.state is not None
     own = PART + secrets.token_hex(8).encode()
     try:

@@ -1,12 +1,12 @@
-"""The state of a directory tree, and archives of files that travel between hosts.
+"""The state of a directory tree, and archives of files that are sent between hosts.
 
-The project's code and its small files travel to a VM: modules of any size, other files up to
+The project's code and its small files are sent to a VM: modules of any size, other files up to
 :data:`LARGE`, all together up to :data:`TOTAL`, modules first, then small files before large ones.
-Data belongs on a disk that all VMs see, or the cell downloads it. Version control, environments,
-caches and a notebook's checkpoints stay, because they can be made again.
+Data belongs on a disk that all VMs can access, or the cell downloads it. Version control,
+environments, caches and a notebook's checkpoints are not sent, because they can be created again.
 
-Files that were changed on a VM come back once they are closed. An archive is a file with one entry
-after the other, each with the bytes of its file. Links are never followed.
+Files that were changed on a VM are sent back once they are closed. An archive is a file with a
+sequence of entries, each with the bytes of its file. Links are never followed.
 """
 
 # Paths are bytes, relative to a tree's root.
@@ -29,9 +29,9 @@ from taas.base.linux import is_being_written
 from taas.base.wording import shown_path
 from taas.protocol.framing import MessageReader, Unreadable
 
-LARGE = 8 << 20  # the most bytes of a file that travels and is not a module
-TOTAL = 64 << 20  # the most bytes of all files that travel
-ENTRIES = 100_000  # the most files and directories that are looked at
+LARGE = 8 << 20  # the most bytes of a file that is sent and is not a module
+TOTAL = 64 << 20  # the most bytes of all files that are sent
+ENTRIES = 100_000  # the most files and directories that are examined
 
 _MODULES = (b".py", b".pyi", b".pyx", b".so")
 _STAY = frozenset(
@@ -41,7 +41,7 @@ _STAY = frozenset(
 _ENVIRONMENT = (b"pyvenv.cfg", b"conda-meta")
 _OWN = b".taas-"  # prefix of names of taas's own files
 PART = _OWN + b"part-"  # prefix of names of files that are being written
-_LEFT_SECONDS = 3600.0  # a part that did not change for that long has lost its writer
+_LEFT_SECONDS = 3600.0  # a part file that has not changed for that long has lost its writer
 _ORDER = {"directory": 0, "file": 1, "link": 2}  # links come after their possible targets
 _TICK_NS = 20_000_000  # two changes within this time may have the same time stamp
 _LENGTH, _PIECE = 4, 16 << 20
@@ -50,7 +50,7 @@ _LENGTH, _PIECE = 4, 16 << 20
 class FileState(NamedTuple):
     """The state of the entry at a path.
 
-    Equal states are the same unchanged entry, because no program can set back ``changed_ns``.
+    Equal states mean the same unchanged entry, because no program can set back ``changed_ns``.
     """
 
     kind: str  # file, directory, link, or other (a socket, a device)
@@ -63,7 +63,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result, target: bytes = b"") -> FileState:
-        """Make the state from an lstat."""
+        """Build the state from an lstat result."""
         mode, inode = status.st_mode & 0o777, status.st_ino
         if stat.S_ISREG(status.st_mode):
             return cls(
@@ -79,14 +79,14 @@ class FileState(NamedTuple):
 
 
 Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
-"""Tells whether to leave out an entry, with all beneath it; its arguments are path and entry."""
+"""Tells whether to skip an entry, with everything beneath it; its arguments are path and entry."""
 
 
 def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
     """Yield everything beneath a directory, each directory before its entries.
 
     Entries nearest to the root come first. Entries that cannot be read, that disappear meanwhile,
-    or that are taas's own are skipped; a part that a killed process has left is removed.
+    or that belong to taas are skipped; a part file that a killed process has left is removed.
     """
     folders = [b""]
     for folder in folders:
@@ -117,12 +117,13 @@ def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
 
 
 class ArchiveEntry(msgspec.Struct, frozen=True):
-    """The present state at a path; the bytes of a file follow."""
+    """The current state at a path; the bytes of a file follow."""
 
     path: bytes
-    # None: it is gone; entries for its content come before it
+    # None: the entry is gone; entries for its content come before it
     state: FileState | None = None
-    bare: bool = False  # no bytes follow: a host with another version of the file removes it
+    # no bytes follow: a host with another version of the file removes that version
+    bare: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -163,8 +164,8 @@ def _add_file(
 ) -> Generator[None, None, FileState | None]:
     """Add a file; yield between its pieces; return its state, or None if it was not added.
 
-    With ``closed`` it is only added if no process has it open, and its last change is a tick ago.
-    It is also not added if it cannot be read, or changes meanwhile.
+    With ``closed`` it is only added if no process has it open, and its last change is at least a
+    tick ago. It is also not added if it cannot be read, or changes meanwhile.
     """
     try:
         source = os.open(
@@ -203,10 +204,9 @@ def _add_all(
 ) -> Iterator[None]:
     """Add the entries that turn a ``known`` tree into the one that was ``found``.
 
-    Only paths in ``tell`` are added; ``told`` receives those that were.
-
-    Removals come last, so that of two checkpoints one exists at any time; but removals of what is
-    in another entry's way come first.
+    Only paths in ``tell`` are added; ``told`` receives those that were. Removals come last, so
+    that of two checkpoints one exists at any time; but removals of entries that are in another
+    entry's way come first.
     """
     gone = [
         path for path, was in known.items() if path not in found or found[path].kind != was.kind
@@ -239,15 +239,16 @@ class Archive(NamedTuple):
     """A packed project."""
 
     fd: int  # a memory file; the caller closes it
-    found: dict[bytes, FileState]  # the files that travel, as they were when the project was packed
-    # files that do not travel: too large, unreadable, or being written at that time
+    # the files that are sent, as they were when the project was packed
+    found: dict[bytes, FileState]
+    # files that are not sent: too large, unreadable, or being written at that time
     stayed: dict[bytes, FileState]
-    # False if the project has more than ENTRIES files, and the others were not looked at
+    # False if the project has more than ENTRIES files, and the rest was not examined
     whole: bool
 
 
 def stays_home(path: bytes, entry: os.DirEntry[bytes]) -> bool:
-    """Return whether an entry, with all beneath it, is not part of the project and so stays."""
+    """Return whether an entry, with everything beneath it, is not part of the project."""
     del path
     environment = entry.is_dir(follow_symlinks=False) and any(
         os.path.lexists(os.path.join(entry.path, mark)) for mark in _ENVIRONMENT
@@ -263,15 +264,15 @@ def pack(
     always: Collection[bytes] = (),
     known: Mapping[bytes, FileState] | None = None,
 ) -> Archive:
-    """Pack a project in its present state.
+    """Pack a project in its current state.
 
-    Paths in ``always`` travel whatever their size, besides those within the limits.
-
-    ``known`` has the files that VMs have already, with the state that they had here then. Of these,
-    files that are too large do not travel again, and those that have changed are removed there.
+    Paths in ``always`` are sent whatever their size, in addition to those within the limits.
+    ``known`` contains the files that VMs have already, with the state that they had here at that
+    time. Of these, files that are too large are not sent again, and those that have changed are
+    removed there.
 
     Raises:
-        OSError: the directory cannot be read, or there is no memory for it.
+        OSError: the directory cannot be read, or there is not enough memory.
     """
     root, known = os.fsencode(project), known or {}
     os.close(os.open(root, os.O_RDONLY | os.O_DIRECTORY))
@@ -287,7 +288,7 @@ def pack(
         for _ in _add_all(fd, root, known, stands, tell, told, closed=False):
             pass
         stayed = {path: found[path] for path in files if path not in told and path not in had}
-        # files that stayed may travel later, when a process opens them (files_on_demand)
+        # Files that were not sent may be sent later, when a process opens them (files_on_demand).
         for path, seen in (had | stayed).items():
             _add(fd, ArchiveEntry(path, seen, bare=True))
     except BaseException:
@@ -312,12 +313,11 @@ def _choose(
 
 
 class Changes:
-    """The changes in a folder from now on, packed whenever its owner asks.
+    """The changes in a folder from now on, packed whenever its owner requests them.
 
-    With ``afresh`` everything in it counts as changed.
-
-    Each look covers the whole folder. So no change is missed, whatever program made it, and no
-    history has to be kept. ``unsent`` are the files that could not be packed at the last look.
+    With ``afresh`` everything in it counts as changed. Each scan covers the whole folder, so no
+    change is missed, whatever program made it, and no history has to be kept. ``unsent`` are the
+    files that could not be packed at the last scan.
     """
 
     def __init__(self, root: str, skip: Skip, *, afresh: bool = False) -> None:
@@ -326,11 +326,11 @@ class Changes:
         self.unsent: list[str] = []
 
     def know(self, came: Mapping[bytes, FileState]) -> None:
-        """Take in files that have come into the folder from elsewhere."""
+        """Record files that have come into the folder from elsewhere."""
         self._known |= came
 
     def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
-        """Write the changes since the last look into an empty file, in steps of bounded size.
+        """Write the changes since the last scan into an empty file, in steps of bounded size.
 
         ``last``: pack open files, too.
         """
@@ -362,7 +362,7 @@ def only(places: Collection[str]) -> Skip:
 
 
 def is_in(places: Collection[str], path: bytes, *, directory: bool) -> bool:
-    """Return whether a path is in one of these directories, is one of them, or leads to one."""
+    """Return whether a path is in one of these directories, is one of them, or is above one."""
     inside = map(os.fsencode, places)
     return any(
         path == place or _beneath(path, [place]) or (directory and _beneath(place, [path]))

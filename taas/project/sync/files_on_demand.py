@@ -1,16 +1,15 @@
-"""Brings project files that did not travel to a VM when a process there opens them.
+"""Transfers project files that were not sent to a VM when a process there opens them.
 
-The VM does not see the notebook's disk.
-
-A process that does not find a file makes a pipe in a folder that its agent watches, and waits at
-that pipe; the agent asks the supervisor for the file. A file comes once to each VM, into a folder
-of the agent, where later cells find it if it is still the same version; the least recently used
-files make room. Python's ``open``, ``os.open`` and ``os.stat`` ask for files, and so do ``Path``,
-``os.path.exists``, NumPy and ``torch.load``. Directories do not list files that have not come, and
-C code that opens files by name does not find them.
+The VM cannot access the notebook's disk. A process that does not find a file creates a pipe in a
+folder that its agent watches, and waits at that pipe; the agent requests the file from the
+supervisor. Each file is transferred to each VM once, into a folder of the agent, where later cells
+find it if it is still the same version; the least recently used files are removed when space is
+needed. Python's ``open``, ``os.open`` and ``os.stat`` request files, and so do ``Path``,
+``os.path.exists``, NumPy and ``torch.load``. Directory listings do not contain files that have not
+been transferred, and C code that opens files by name does not find them.
 """
 
-# Plain strings and calls of os, because this module replaces these calls.
+# Plain strings and functions of os, because this module replaces these functions.
 # ruff: noqa: PTH109, PTH118, PTH123, PTH208
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _INDEX = "index"
 def _asked_as(name: str) -> str:
     """Return the prefix of the names of the pipes at which processes wait for a file.
 
-    It does not depend on the other files that a cell lacks.
+    It does not depend on the other files that a cell is missing.
     """
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
@@ -51,14 +50,15 @@ def _asked_as(name: str) -> str:
 
 
 class FilesOnDemand:
-    """The files that are missing in one copy of the project, and come into it on request.
+    """The files that are missing in one copy of the project, and are transferred on request.
 
     Args:
-        folder: the folder in which processes ask.
-        cache: the folder for files that have come to this VM.
-        say: tells the supervisor which files it has to send, and which it need not.
+        folder: the folder in which processes place their requests.
+        cache: the folder for files that were transferred to this VM.
+        say: tells the supervisor which files it has to send, and which it need not send.
 
-    ``came`` has the files that have come since the processes began, as they were then.
+    ``came`` contains the files that have arrived since the processes began, with their state on
+    arrival.
     """
 
     def __init__(self, folder: Path, cache: Path, say: Callable[[JobRequest], None]) -> None:
@@ -72,7 +72,7 @@ class FilesOnDemand:
             place.mkdir(mode=0o700, exist_ok=True)
 
     def expect(self, copy: Path, files: Mapping[bytes, FileState]) -> None:
-        """Set the files that a copy lacks, and put those into it that are in the cache."""
+        """Set the files that a copy is missing, and add those that are in the cache."""
         self._copy, self._missing = copy, {}
         for path, state in files.items():
             with contextlib.suppress(UnicodeDecodeError):
@@ -83,7 +83,7 @@ class FilesOnDemand:
         (self.folder / _INDEX).write_text(json.dumps([*self._missing]))
 
     def _put(self, name: str, state: FileState) -> bool:
-        """Put a file into the copy, and say so, if the cache has this version of it."""
+        """Put a file into the copy, and report that, if the cache has this version of it."""
         cached = self._cached(state)
         try:
             seen = cached.stat()
@@ -101,9 +101,9 @@ class FilesOnDemand:
         return self._cache / f"{state.inode:x}-{state.changed_ns:x}-{state.size:x}"
 
     def step(self) -> None:
-        """Answer the processes that ask, or ask the supervisor for their files.
+        """Reply to the processes that wait, or request their files from the supervisor.
 
-        A process of an earlier cell may ask for a file that is here by now, or is no longer
+        A process of an earlier cell may request a file that is here by now, or is no longer
         missing.
         """
         for pipe in os.listdir(self.folder):
@@ -117,13 +117,14 @@ class FilesOnDemand:
                 self._say(JobRequest(what="file", path=name))
 
     def take(self, chunk: Chunk) -> None:
-        """Take a part of a file.
+        """Store a part of a file.
 
-        If it cannot be stored, or is not available, the file is missing.
+        If it cannot be stored, or is not available, the file stays missing.
         """
-        # Files come in turn, so a part of this one is progress for all processes that wait.
+        # Files are transferred in turn, so a part of this one is progress for all processes that
+        # wait.
         for pipe in self.folder.glob("*-*"):
-            with contextlib.suppress(OSError):  # the process that asked was killed
+            with contextlib.suppress(OSError):  # the process that waited was killed
                 os.utime(pipe)
         name, state = chunk.file, self._missing.get(chunk.file)
         if state is None:
@@ -138,13 +139,13 @@ class FilesOnDemand:
         self._answer(f"{_asked_as(name)}-*")
 
     def _take(self, name: str, state: FileState, chunk: Chunk) -> bool:
-        """Write a part down; return whether more parts have to come."""
+        """Write a part to the disk; return whether more parts have to come."""
         if not chunk.offset and chunk.size >= 0:
             self._make_room(chunk.size)
             self._coming[name] = self._cache / f"{self._cached(state).name}.part"
         part = self._coming.get(name)
         if part is None:
-            return False  # it was given up
+            return False  # its transfer was given up
         if chunk.size < 0:
             raise FileNotFoundError(name)
         with part.open("ab" if chunk.offset else "wb") as file:
@@ -162,7 +163,7 @@ class FilesOnDemand:
     def _make_room(self, size: int) -> None:
         """Remove files until the cache, with this one, has at most half of the free space.
 
-        The file that was put into a copy longest ago goes first.
+        The file that was put into a copy longest ago is removed first.
         """
         whole = (path for path in self._cache.iterdir() if path not in self._coming.values())
         cached = sorted(whole, key=lambda path: path.stat().st_ctime)
@@ -176,7 +177,7 @@ class FilesOnDemand:
         """Let the processes at these pipes continue; they check whether their file is there."""
         for pipe in self.folder.glob(pipes):
             if pipe.is_fifo():
-                with contextlib.suppress(OSError):  # the process that asked was killed
+                with contextlib.suppress(OSError):  # the process that waited was killed
                     fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                     with open(fd, "wb") as waiting:
                         waiting.write(b".")
@@ -190,9 +191,9 @@ _installed = False
 
 
 def use(folder: str, project: str, replica: str) -> None:
-    """Let this process, and its forks, ask for missing files of the project.
+    """Let this process, and its forks, request missing files of the project.
 
-    An empty ``folder`` means that none is missing.
+    An empty ``folder`` means that no file is missing.
     """
     global _folder, _roots, _missing, _installed
     names = json.loads(Path(folder, _INDEX).read_bytes()) if folder else []
@@ -204,7 +205,7 @@ def use(folder: str, project: str, replica: str) -> None:
 
 
 def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that asks for a file that it does not find, and tries again."""
+    """Return a function that requests a file if it does not find it, and tries again."""
 
     def call(path: Any, *arguments: Any, **options: Any) -> Any:
         try:
@@ -218,7 +219,7 @@ def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _come(path: Any) -> bool:
-    """Ask for a file that did not travel, and wait until it is here, or will not come."""
+    """Request a file that was not sent, and wait until it is here, or will not come."""
     whole = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
     names = (
         os.path.relpath(whole, root) for root in _roots if root and whole.startswith(root + "/")
@@ -235,7 +236,8 @@ def _come(path: Any) -> bool:
         waiting = select.poll()
         waiting.register(fd, select.POLLIN)
         while not waiting.poll(deadlines.FILE_ON_DEMAND * 1000):
-            # The agent touches the pipe when a part of any file has come, and removes it to answer.
+            # The agent touches the pipe when a part of any file has arrived, and removes it to
+            # reply.
             try:
                 silent = time.time() - posix.stat(pipe).st_mtime
             except FileNotFoundError:

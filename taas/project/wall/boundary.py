@@ -1,13 +1,13 @@
-"""Where the project begins and ends, and the error for a rank that meets its wall.
+"""Where the project begins and ends, and the error for a rank that may not write to it.
 
-The rule holds for the project's directory tree with all links resolved. Beneath the project these
-stay writable: the run's ``--shared`` directories; what the rank itself needs (its scratch, its
-output files); and directories that never have project files, even if the project is a home
-directory or ``/``: caches, temporary and device directories.
+The rule applies to the project's directory tree with all links resolved. Beneath the project,
+these stay writable: the run's ``--shared`` directories; the directories that the rank itself needs
+(its scratch, its output files); and directories that never contain project files, even if the
+project is a home directory or ``/``: caches, temporary and device directories.
 """
 
 # Plain strings: a Path removes "..", which the kernel follows, and is slow in code that every call
-# of a rank runs.
+# in a rank runs.
 # ruff: noqa: PTH110, PTH111, PTH118
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
 class Boundary:
     """The project of one run, and the paths beneath it that stay writable.
 
-    All paths are resolved, and no writable path lies beneath another one.
+    All paths are resolved, and no writable path is beneath another one.
     """
 
     project: str
     open: tuple[str, ...]
 
     def relative(self, real: str) -> str | None:
-        """Return a resolved path relative to the project, or None if the rule does not hold there.
+        """Return a resolved path relative to the project; None if the rule does not apply.
 
         "." is the project itself.
         """
@@ -62,7 +62,7 @@ class Boundary:
 def clock_of(folder: str) -> int:
     """Return the time (ns) by the clock of a folder's file system.
 
-    If no file can be made there, return a time that never comes.
+    If no file can be created there, return a time that never comes.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".taas-clock-") as touched:
@@ -88,7 +88,7 @@ def join(root: str, inside: str) -> str:
 
 
 def resolve_beneath(path: str, root: str) -> str | None:
-    """Return ``path`` relative to ``root``, "." for ``root`` itself, None if it lies elsewhere.
+    """Return ``path`` relative to ``root``, "." for ``root`` itself, None if it is elsewhere.
 
     Both are resolved paths.
     """
@@ -99,12 +99,12 @@ def resolve_beneath(path: str, root: str) -> str | None:
 
 
 def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Boundary:
-    """Resolve a project's boundary, and make ``shared`` directories that do not exist.
+    """Resolve a project's boundary, and create ``shared`` directories that do not exist.
 
     They are absolute, or relative to the project.
 
     Raises:
-        OSError: the project does not exist, or a shared directory cannot be made.
+        OSError: the project does not exist, or a shared directory cannot be created.
     """
     root = os.path.realpath(project, strict=True)
     places = [os.path.join(root, path) for path in shared]
@@ -116,7 +116,7 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
         {os.path.realpath(path) for path in wanted if os.path.lexists(path)}, key=len
     ):
         beneath = resolve_beneath(real, root)
-        # If the project itself were a writable place, the rule would be void.
+        # If the project itself were a writable path, the rule would be void.
         if beneath not in (None, ".") and all(
             resolve_beneath(real, other) is None for other in inside
         ):
@@ -125,14 +125,14 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
 
 
 def _never_project(root: str) -> list[str]:
-    """Return the caches, temporary and device directories, which never have project files."""
+    """Return the caches, temporary and device directories, which never contain project files."""
     home = os.path.realpath(os.path.expanduser("~"))
     caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
     caches += [f"{home}/{name}" for name in HOME_CACHES]
     for cache in caches:
-        # It is made now, because the wall keeps C code from making it later. Python's own writes
-        # would be diverted, and C code would not find the results, such as a module that Triton
-        # compiles.
+        # It is created now, because the write protection keeps C code from creating it later.
+        # Python's own writes would be diverted, and C code would not find the results, such as a
+        # module that Triton compiles.
         if resolve_beneath(os.path.realpath(cache), root) is not None:
             with contextlib.suppress(OSError):
                 Path(cache).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,11 +143,11 @@ def _never_project(root: str) -> list[str]:
 
 
 def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
-    """Return the shared directories that are still to be made.
+    """Return the shared directories that still have to be created.
 
     Raises:
-        HeaderError: one is a file, is missing outside the project, or would open all of the project
-            to every rank.
+        HeaderError: one is a file, is missing outside the project, or would open all of the
+            project to every rank.
     """
     root, missing = project.resolve(), []
     for path in shared:
@@ -178,10 +178,10 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
 
 
 def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
-    """Make the shared directories that do not exist; return a line for the user for each.
+    """Create the shared directories that do not exist; return a line for the user for each.
 
     Raises:
-        HeaderError: one cannot be made.
+        HeaderError: one cannot be created.
     """
     said = []
     for place in missing_shared(project, shared):
@@ -199,7 +199,7 @@ def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
 # ------------------------------------------------------------------ errors for a rank
 
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
-# Messages of C libraries and programs that meet the wall: glibc, HDF5, Rust, SQLite.
+# Messages of C libraries and programs that hit the write protection: glibc, HDF5, Rust, SQLite.
 # Landlock's errno has many causes, so its words must end the line.
 _READ_ONLY = (
     r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database"
@@ -210,14 +210,14 @@ LANDLOCK_SAID = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
 )
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
-"""Matches colours: Python 3.13 and later colours tracebacks if the kernel's environment says so."""
+"""Matches colours: Python 3.13 and later colour tracebacks if the kernel's environment says so."""
 _ABSOLUTE = re.compile(r"""/[^\s:'"\u2018\u2019]+""")
 _NAMED = re.compile(r"""name = '([^']+)'|["']([^"']*/[^"']*)["']""")
 
 
 @dataclass(frozen=True)
 class Denial:
-    """The words for one rank that meets the wall."""
+    """The messages for one rank that hits the write protection."""
 
     rank: int
     mode: str
@@ -225,7 +225,7 @@ class Denial:
     said: re.Pattern[str] = WALL_SAID
 
     def error(self, path: str, why: str = "") -> StorageDenied:
-        """Return a ``StorageDenied`` that names path, rank, rule and the next step."""
+        """Return a ``StorageDenied`` whose message has path, rank, rule and the next step."""
         return StorageDenied(errno.EROFS, self.text(path, why))
 
     def text(self, path: str, why: str = "") -> str:
@@ -239,7 +239,7 @@ class Denial:
         )
 
     def text_of_own(self, path: str, said: str) -> str:
-        """Say why C code or a program did not find what this rank wrote at ``path``."""
+        """Explain why C code or a program did not find a file that this rank wrote at ``path``."""
         return (
             f'"{said}", said C code or a program in rank {self.rank}: what ranks other than 0 write'
             f" at {path} they keep to themselves, and only Python's own functions find it there;"
@@ -249,7 +249,10 @@ class Denial:
         )
 
     def explain(self, error: BaseException) -> str | None:
-        """Explain an error that the wall caused in C code or a child; return None for others."""
+        """Explain an error that the write protection caused in C code or a child.
+
+        None for others.
+        """
         seen: set[int] = set()
         link: BaseException | None = error
         while link is not None and id(link) not in seen:
@@ -270,16 +273,18 @@ class Denial:
                         c if isinstance(c, str) else c.decode(errors="replace") for c in captured
                     )
                 )
-            # An OSError whose kind has other causes has named its path above, if that is the
-            # project's.
-            # the project's.
+            # An OSError of another kind has other causes. If its path is in the project, it was
+            # handled above.
             if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
                 return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
         return None
 
     def explain_output(self, output: str) -> str | None:
-        """Explain output of a program that met the wall; return None for other output."""
+        """Explain output of a program that hit the write protection.
+
+        Return None for other output.
+        """
         output = _COLORS.sub("", output)
         for line in output.splitlines() if self.said.search(output) else ():
             if self.said.search(line) and self._may_be_of_project(line):
@@ -291,16 +296,16 @@ class Denial:
         return None
 
     def _may_be_of_project(self, line: str) -> bool:
-        """Return whether a line names a path of the project, or no path at all."""
-        named = _ABSOLUTE.findall(line.partition(":")[2])  # the program is named before the colon
+        """Return whether a line contains a path of the project, or no path at all."""
+        named = _ABSOLUTE.findall(line.partition(":")[2])  # the program's name is before the colon
         return not named or any(
             self.boundary.relative(os.path.realpath(path)) is not None for path in named
         )
 
     def _project_path(self, error: BaseException) -> str | None:
-        """Return the project path that the wall refused, if the error names it.
+        """Return the project path that the write protection refused, if the error contains it.
 
-        An attribute of the error names it, or the error's text.
+        An attribute of the error contains it, or the error's text.
         """
         text, code, found = text_of(error), errno.EROFS, list[str]()
         if isinstance(error, OSError):

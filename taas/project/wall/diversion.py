@@ -1,13 +1,14 @@
-"""What the calls of Python's ``os`` do in a rank whose writes are diverted.
+"""How Python's ``os`` functions behave in a rank whose writes are diverted.
 
 Writes to the project go to the rank's scratch (``table``), with the checks and errors of the file
-system, and reading calls see them there; with ``--rank-writes deny`` a write raises
-``StorageDenied``. Changes to metadata of a live file are accepted and dropped: nobody wants a copy
-of a data set because of its new mode.
+system, and functions that read find them there; with ``--rank-writes deny`` a write raises
+``StorageDenied``. Changes to the metadata of a live file are accepted and dropped: no user wants a
+copy of a data set because of its new mode.
 
 The functions of ``os`` and ``open`` are replaced where they are defined, and in every module that
 has imported them by name; ``posix`` and ``_io`` keep the real ones. Calls that are not diverted
-(links, devices, paths relative to a descriptor) are no hole, because they meet the wall.
+(links, devices, paths relative to a descriptor) are no loophole, because the write protection
+(``walls``) stops them.
 """
 
 # Entry is an os.DirEntry, which has strings and not paths; its methods are those of that class.
@@ -44,12 +45,12 @@ def _fail(code: int, path: Any) -> OSError:
 
 
 class Diversion:
-    """What one rank's calls do with paths of the project.
+    """How one rank's calls treat paths of the project.
 
-    The table is what the rank sees; the denial is what it is told, and whether it may write at all.
-
-    Methods from ``look`` to ``mkdir`` are rows of ``ONE_PATH``. They get the function that they
-    replace, the place that the path leads to, and what the call was given: the path and the rest.
+    The table is the rank's view; the denial provides its error messages, and whether it may write
+    at all. Methods from ``look`` to ``mkdir`` are entries of ``ONE_PATH``. They get the function
+    that they replace, the place that the path leads to, and the arguments of the call: the path
+    and the rest.
     """
 
     def __init__(self, table: Table, denial: Denial) -> None:
@@ -59,7 +60,7 @@ class Diversion:
     def place(self, path: Any, descriptor: int | None = None, *, follow: bool = True) -> str | None:
         """Return the place that a call's path leads to.
 
-        None if the rule does not hold there, or the path is relative to a descriptor.
+        Return None if the rule does not apply there, or the path is relative to a descriptor.
         """
         if isinstance(path, int) or descriptor is not None:
             return None
@@ -79,7 +80,7 @@ class Diversion:
     def _miss(self, place: str, path: Any) -> None:
         """Raise ENOENT for a missing path, unless rank 0 has removed it.
 
-        Then this rank was about to do the same.
+        In that case this rank was about to do the same.
         """
         if not self.table.is_rank_0s(place, None):
             raise _fail(errno.ENOENT, path)
@@ -95,21 +96,21 @@ class Diversion:
     # looking --------------------------------------------------------------------------------------
 
     def look(self, real: _Call, place: str, path: Any, *rest: Any, **options: Any) -> Any:
-        """Look at what this rank sees there."""
+        """Call the function on the entry that this rank sees there."""
         return real(self._there(place, path).path, *rest, **options)
 
     def access(self, real: _Call, place: str, _path: Any, mode: int, **options: Any) -> bool:
-        """Say what this rank may do there."""
+        """Return whether this rank may access the path."""
         seen = self.table.see(place)
         if seen is None:
             return False
-        # the wall would refuse W_OK, but a write would be diverted
+        # the write protection would refuse W_OK, but a write would be diverted
         if self.denial.mode == "discard":
             mode &= ~os.W_OK
         return bool(real(seen.path, mode, **options))
 
     def scandir(self, real: _Call, place: str, path: Any) -> Any:
-        """List a directory, with what else is known of its entries."""
+        """List a directory, with entries like those of ``os.scandir``."""
         if not self.table.mixed(place):
             return real(path)
         return Entries("." if path is None else os.fspath(path), self._names(place, path))
@@ -119,7 +120,7 @@ class Diversion:
         return self._names(place, path)
 
     def _names(self, place: str, path: Any) -> list[Any]:
-        """Return the entries of a directory: bytes if its path is bytes."""
+        """Return the entries of a directory, as bytes if its path is bytes."""
         if not self._there(place, path).is_directory:
             raise _fail(errno.ENOTDIR, path)
         names = self.table.names(place)
@@ -131,7 +132,7 @@ class Diversion:
         """Change metadata of the rank's own file; accept and drop a change to another one."""
         seen = self._there(place, path)
         self._allow(place)
-        if seen.own and not seen.is_directory:  # in its own folders a rank can always write
+        if seen.own and not seen.is_directory:  # a rank can always write in its own folders
             real(seen.path, *rest, **options)
 
     # making and removing --------------------------------------------------------------------------
@@ -155,9 +156,10 @@ class Diversion:
         *_: Any,
         **__: Any,
     ) -> None:
-        """Remove a directory with all beneath it.
+        """Remove a directory with everything beneath it.
 
-        In one step, so it does not matter whether rank 0 removes it at the same time.
+        It is removed in one step, so it does not matter whether rank 0 removes it at the same
+        time.
         """
         with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
             self._remove(place, path, directory=True)
@@ -172,7 +174,7 @@ class Diversion:
             self._vanish(place)
 
     def mkdir(self, real: _Call, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:
-        """Make a directory; one that rank 0 has just made is no error."""
+        """Create a directory; one that rank 0 has just created is no error."""
         seen = self.table.see(place)
         if seen is not None and not self.table.is_rank_0s(place, seen):
             raise _fail(errno.EEXIST, path)
@@ -184,29 +186,31 @@ class Diversion:
     def rename(
         self, real: _Call, source: str | None, target: str | None, src: Any, dst: Any
     ) -> None:
-        """Move something; the project has one of the two places at least."""
+        """Move an entry; at least one of the two places is in the project."""
         self._allow(source or target or ".")
         if source is None or target is None:
-            raise _fail(errno.EXDEV, dst)  # as between file systems: shutil.move copies then
+            raise _fail(errno.EXDEV, dst)  # as between file systems: shutil.move then copies
         if self.table.see(source) is None:
             self._miss(source, src)
         elif source != target:
             own = self.table.copy_up(source)
-            real(own, self.table.claim(target))  # the system refuses what cannot be replaced
+            # the system refuses to replace what cannot be replaced
+            real(own, self.table.claim(target))
             self._vanish(source)
 
-    # calls with arguments of their own ------------------------------------------------------------
+    # functions with their own arguments
+    # -------------------------------------------------------------
 
     def getcwd(self) -> str:
         """Return the working directory, as a path of the project."""
         return self.table.outward(posix.getcwd())
 
     def getcwdb(self) -> bytes:
-        """Return the same as bytes."""
+        """Return the working directory as bytes."""
         return os.fsencode(self.getcwd())
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        """Open a file: the flags say whether that writes, and whether a link is followed."""
+        """Open a file; the flags tell whether it is written, and whether a link is followed."""
         writes = bool(flags & _WRITES)
         if not writes and not self.table.touched:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
@@ -220,7 +224,7 @@ class Diversion:
             there = self._there(place, path).path
             try:
                 return posix.open(there, flags)
-            except FileNotFoundError:  # rank 0 has moved or removed it at this moment
+            except FileNotFoundError:  # rank 0 has just moved or removed it
                 continue
 
     def _for_writing(self, place: str, flags: int, path: Any) -> str:
@@ -233,7 +237,7 @@ class Diversion:
                 raise _fail(errno.EEXIST, path)
         elif seen is not None:
             if seen.is_directory:
-                # also for O_TMPFILE: programs that ask for one have another way
+                # including for O_TMPFILE: programs that request one have a fallback
                 raise _fail(errno.EISDIR, path)
             if not stat.S_ISREG(seen.status.st_mode):
                 return seen.path  # a pipe, socket or device: writing to it changes no file
@@ -244,14 +248,14 @@ class Diversion:
     # for C code that opens files by name ----------------------------------------------------------
 
     def target(self, path: Any) -> str:
-        """Return where C code that makes or replaces a file by name should write instead."""
+        """Return the path where C code that creates or replaces a file by name should write."""
         place = self.place(path)
         if place is None:
             return os.fsdecode(path)
         return self._for_writing(place, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, path)
 
     def source(self, path: Any) -> str:
-        """Return where C code that reads a file by name should read."""
+        """Return the path from which C code that reads a file by name should read."""
         place = self.place(path) if self.table.touched else None
         return os.fsdecode(path) if place is None else self._there(place, path).path
 
@@ -260,16 +264,17 @@ class Diversion:
 
 
 class OnePath(NamedTuple):
-    """A function about one path, and what a rank does instead where the path is the project's."""
+    """A function with one path, and its replacement in a rank if the path is in the project."""
 
     real: _Call
     diverted: _Call  # a method of Diversion
     follow: bool = True  # it follows a link in the last component, unless its caller says otherwise
-    reads: bool = False  # it changes nothing: the real one serves it until something was diverted
+    # it changes nothing: the real function is called until something was diverted
+    reads: bool = False
 
 
 class TwoPaths(NamedTuple):
-    """A function that moves something, and what a rank does instead if a path is the project's."""
+    """A function that moves an entry, and its replacement in a rank for project paths."""
 
     real: _Call
     diverted: _Call  # a method of Diversion
@@ -284,7 +289,7 @@ ONE_PATH = {
     "getxattr": OnePath(posix.getxattr, Diversion.look, reads=True),
     "scandir": OnePath(posix.scandir, Diversion.scandir, reads=True),
     "listdir": OnePath(posix.listdir, Diversion.listdir, reads=True),
-    # it reads, but its reply is another one behind the wall, whatever was diverted
+    # It reads, but its result differs behind the write protection, whatever was diverted.
     "access": OnePath(posix.access, Diversion.access),
     "chmod": OnePath(posix.chmod, Diversion.note),
     "chown": OnePath(posix.chown, Diversion.note),
@@ -296,7 +301,7 @@ ONE_PATH = {
     "rmdir": OnePath(posix.rmdir, Diversion.rmdir, follow=False),
     "shutil.rmtree": OnePath(shutil.rmtree, Diversion.rmtree, follow=False),
 }
-"""By name; those without a module are of ``os``."""
+"""By name; names without a module are functions of ``os``."""
 
 TWO_PATHS = {
     "rename": TwoPaths(posix.rename, Diversion.rename),
@@ -304,11 +309,11 @@ TWO_PATHS = {
 }
 
 _OTHERS = ("getcwd", "getcwdb", "open", "builtins.open")
-"""They have arguments of their own: ``install`` says what replaces them."""
+"""These have their own arguments: see ``install`` for their replacements."""
 
 
 def _around_one_path(diversion: Diversion, call: OnePath) -> _Call:
-    """Return what stands in the place of a function of ``ONE_PATH``."""
+    """Return the replacement of a function of ``ONE_PATH``."""
 
     def diverted(path: Any = ".", *rest: Any, **options: Any) -> Any:
         if call.reads and not diversion.table.touched:
@@ -323,7 +328,7 @@ def _around_one_path(diversion: Diversion, call: OnePath) -> _Call:
 
 
 def _around_two_paths(diversion: Diversion, call: TwoPaths) -> _Call:
-    """Return what stands in the place of a function of ``TWO_PATHS``."""
+    """Return the replacement of a function of ``TWO_PATHS``."""
 
     def diverted(
         src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
@@ -338,7 +343,7 @@ def _around_two_paths(diversion: Diversion, call: TwoPaths) -> _Call:
 
 
 class Entry(os.PathLike[Any]):
-    """An ``os.DirEntry`` of a rank's view; Python code cannot make a real one."""
+    """An ``os.DirEntry`` of a rank's view; Python code cannot create a real one."""
 
     def __init__(self, directory: Any, name: Any) -> None:
         self.name = name
@@ -381,19 +386,21 @@ class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
 
 # ---------------------------------------------------------------- replacing Python's functions
 
-# Modules that bound the real functions as defaults or class attributes when they were imported.
+# Modules that stored the real functions as defaults or class attributes when they were imported.
 _BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
 _REAL = {"posix", "_io", "os", "io", "builtins"}
 
 _surveyed: set[str] = set()
 _bound: list[tuple[Callable[[Any], None], str]] = []
-"""Where modules hold real functions: a setter that replaces one there, and its name. They are found
-before the fork, because a rank that searched all modules would touch, and so copy, their pages.
+"""References to real functions in modules: a setter that replaces each, and the function's name.
+
+They are found before the fork, because a rank that searched all modules would touch, and so copy,
+their pages.
 """
 
 
 def survey() -> None:
-    """Note which modules hold real functions by name.
+    """Record which modules hold real functions by name.
 
     Done once before forking, it costs a rank nothing.
     """
@@ -410,7 +417,7 @@ def survey() -> None:
 
 
 def _survey_bound(value: Any, originals: dict[int, str]) -> None:
-    """Note real functions in a function's defaults, or in a class and its methods' defaults."""
+    """Record real functions in a function's defaults, or in a class and its methods' defaults."""
     if isinstance(value, type):
         for key, member in [*vars(value).items()]:
             if isinstance(member, staticmethod) and id(member.__func__) in originals:
@@ -445,18 +452,18 @@ def install(diversion: Diversion) -> None:
     }
     new |= {name: _around_one_path(diversion, call) for name, call in ONE_PATH.items()}
     new |= {name: _around_two_paths(diversion, call) for name, call in TWO_PATHS.items()}
-    # not os.supports_dir_fd: what is relative to a descriptor is not diverted
+    # not os.supports_dir_fd: paths relative to a descriptor are not diverted
     replace(new, [os.supports_follow_symlinks])
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
 
 
 class _InPlace(functools.partial[Any]):
-    """A function that stands in the place of a real one.
+    """A function that replaces a real one.
 
-    A function of Python that a class holds (``look = os.stat``) is its method; functions written in
-    C are not, nor is this. pickle writes it by its name, as it does them, so that another process
-    uses its own function of this name.
+    A Python function that is a class attribute (``look = os.stat``) becomes a method; functions
+    written in C do not, nor does this one. pickle stores it by name, like C functions, so that
+    another process uses its own function of this name.
     """
 
     def __get__(self, instance: object, owner: type | None = None) -> _InPlace:
@@ -470,7 +477,7 @@ class _InPlace(functools.partial[Any]):
 def replace(new: Mapping[str, _Call], known: Iterable[set[_Call]] = ()) -> None:
     """Replace functions in all modules: of ``os``, ``builtins.open`` and ``shutil.rmtree``.
 
-    ``known`` are sets in which people look up what a function can do, as ``os.supports_dir_fd``.
+    ``known`` are sets that tell what a function supports, such as ``os.supports_dir_fd``.
     """
     survey()
     in_place: dict[str, _InPlace] = {}
@@ -498,7 +505,7 @@ def _where(name: str) -> tuple[ModuleType, str]:
 
 
 def _function(name: str) -> _Call:
-    """Return the function that has this name now."""
+    """Return the function that currently has this name."""
     function: _Call = getattr(*_where(name))
     return function
 
@@ -510,7 +517,7 @@ def _opener(diversion: Diversion) -> _Call:
         return diversion.open(path, flags, 0o666)
 
     def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 in place of the built-in
-        if len(options) < 7:  # its last one is the opener
+        if len(options) < 7:  # the last one is the opener
             named["opener"] = named.get("opener") or divert
         return _io.open(file, *options, **named)
 

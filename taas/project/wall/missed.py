@@ -1,9 +1,10 @@
 """Explains errors of C code and programs that do not find a file that this rank wrote.
 
 A rank other than 0 writes to its scratch through Python's own functions, and only these find the
-files there. C code and programs see the project as rank 0 has left it. A C library that writes into
-a folder which this rank has made finds no folder (ENOENT) and so does not meet the wall (EROFS);
-one that reads a file of this rank finds no file. Both errors get the same explanation.
+files there. C code and programs see the project as rank 0 has left it. A C library that writes
+into a folder that this rank has created finds no folder (ENOENT) and so does not hit the write
+protection (EROFS); one that reads a file of this rank finds no file. Both errors get the same
+explanation.
 """
 
 # Plain strings, as in the table.
@@ -65,7 +66,7 @@ def _decode(said: str | bytes | None) -> str:
 
 
 def _missed_by_python(error: BaseException, table: Table) -> bool:
-    """Return whether Python's functions missed the file, too; then it does not exist."""
+    """Return whether Python's functions did not find the file, either; then it does not exist."""
     named = error.filename if isinstance(error, OSError) else None
     if not isinstance(named, str | bytes):
         return False
@@ -84,9 +85,9 @@ def _own_places(table: Table) -> Iterator[str]:
 
 
 def _named_in(text: str, table: Table) -> str:
-    """Return the longest of these paths that a text names, or an empty text.
+    """Return the longest of these paths that occurs in a text, or an empty text.
 
-    A path beneath it names it, too.
+    A path beneath it counts, too.
     """
     places = sorted(itertools.islice(_own_places(table), _MOST), key=len, reverse=True)
     return next((place for place in places if _names(text, place)), "")

@@ -46,13 +46,13 @@ _SINCE = "since"
 
 
 def make_writes(folder: Path, project: str) -> int:
-    """Make the folder of a start that begins now.
+    """Create the folder of a start that begins now.
 
-    Return the time by the clock of the project's file system. Rank 0 makes every later change
-    there.
+    Return the time by the clock of the project's file system. Every later change there is made by
+    rank 0.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is no space for it.
     """
     folder.mkdir(mode=0o700, parents=True)
     since_ns = clock_of(project)
@@ -63,10 +63,9 @@ def make_writes(folder: Path, project: str) -> int:
 def rescued_versions(folders: Iterable[Path], project: str) -> Versions:
     """Find the files that only ranks other than 0 wrote.
 
-    Files that rank 0 wrote elsewhere count, too, if the user has changed them here meanwhile.
-
-    ``folders`` belong to the starts of a run, in order. Of two versions of one rank, the later
-    start's counts.
+    Files that rank 0 wrote elsewhere also count if the user has changed them here meanwhile.
+    ``folders`` belong to the starts of a run, in order. Of two versions of one rank, that of the
+    later start counts.
     """
     found: Versions = {}
     for folder in folders:
@@ -78,16 +77,16 @@ def rescued_versions(folders: Iterable[Path], project: str) -> Versions:
 
 
 def sort_writes(folders: Sequence[Path], project: str, run: str, *, over: bool = True) -> list[str]:
-    """Remove the ranks' files that rank 0 wrote, too; return lines for the cell about the others.
+    """Remove the ranks' files that rank 0 also wrote; return lines for the cell about the others.
 
-    Twice is harmless.
+    Calling it twice is harmless.
 
     Args:
         folders: those of the run's starts, from :func:`make_writes`, in order.
         project: the notebook's folder.
         run: the run's name.
-        over: the run does not start again, so the remaining files stay, even if the project
-            changes.
+        over: whether the run will not start again, so that the remaining files stay even if the
+            project changes.
     """
     try:
         put = _put_into_saves(folders, project)
@@ -114,10 +113,8 @@ def sort_writes(folders: Sequence[Path], project: str, run: str, *, over: bool =
 def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
     """Put files that only other ranks wrote into the saves of rank 0 that they belong to.
 
-    Return the lowest rank that wrote each file, by path.
-
-    If ranks wrote different versions of a path, it is not known which one belongs to the save; all
-    of them are rescued.
+    Return the lowest rank that wrote each file, by path. If ranks wrote different versions of a
+    path, it is unknown which one belongs to the save, and all of them are rescued.
     """
     put: dict[str, int] = {}
     begun = {folder: _begun(folder) for folder in folders}
@@ -128,7 +125,8 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
         if rank == 0 or not is_of_save(project, path, since_ns):
             continue
         if all(_are_same(source, versions[other]) for other in others):
-            # If there is no room, or a folder is there, the file is rescued, and the cell says so.
+            # If there is no space, or a folder is there, the file is rescued, and the cell says
+            # so.
             with contextlib.suppress(OSError):
                 _put(source, Path(project, path))
                 put[path] = rank
@@ -138,14 +136,14 @@ def _put_into_saves(folders: Sequence[Path], project: str) -> dict[str, int]:
 def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
     """Copy the rescued files into the run's project; return the paths written there.
 
-    If several ranks have different versions of a path, the lowest rank's gets the path, and the
-    others are put beside it as ``<path>.rank<k>``. Files that the project has already are left out,
-    so this can be called again.
+    If several ranks have different versions of a path, the lowest rank's version gets the path,
+    and the others are placed next to it as ``<path>.rank<k>``. Files that the project already has
+    are left out, so this can be called again.
 
     Raises:
-        HeaderError: the project is gone, a path exists in it and ``overwrite`` is False, and
-            nothing was written; or a file cannot be written: the disk is full, a folder is in its
-            place.
+        HeaderError: nothing was written, because the project is gone, or a path exists in it and
+            ``overwrite`` is False; or a file cannot be written, because the disk is full, or a
+            folder is at its path.
     """
     root = Path(project)
     if not root.is_dir():
@@ -177,7 +175,7 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
 
 
 def _put(source: Path, target: Path) -> None:
-    """Copy a file or a link into the project, completely or not at all; make missing folders."""
+    """Copy a file or a link into the project, completely or not at all; create missing folders."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".taas-part-{target.name[:200]}")
     try:
@@ -211,7 +209,7 @@ def _begun(folder: Path) -> int:
 
 
 def _written(folder: Path) -> list[tuple[int, str, Path]]:
-    """Return what ranks wrote in a start: rank, path in the project, and the file or link."""
+    """Return the files that ranks wrote in a start: rank, path in the project, and file or link."""
     return [
         (int(tree.parent.name.removeprefix("rank")), str(path.relative_to(tree)), path)
         for tree in folder.glob(f"rank*/{TREE}")
@@ -263,8 +261,8 @@ def _some(names: Sequence[str]) -> str:
 def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
     """Let this process, rank 0, complete checkpoints that ranks write together.
 
-    ``run_scratch`` returns the folder in which the ranks of this VM have their scratch folders in
-    the current run.
+    ``run_scratch`` returns the folder that contains the scratch folders of this VM's ranks in the
+    current run.
     """
     root = os.path.realpath(project)
 

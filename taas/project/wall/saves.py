@@ -1,18 +1,20 @@
-"""Makes files that only other ranks wrote part of a save that rank 0 makes.
+"""Adds files that only other ranks wrote to a save that rank 0 makes.
 
-Libraries save in every rank: rank 0 makes ``checkpoint-10`` and writes the model, and each other
-rank writes its ``rng_state_1.pth`` beside it. Those files are in the ranks' scratches
-(``diversion``). At the end of the run they are put beside rank 0's (``rescued.sort_writes``). Until
-then rank 0 finds them there: a call about a path that the project lacks gets the other rank's file.
-This holds for files only, because a directory that the project lacks has to be made before anything
-is written into it. When rank 0 moves or removes a directory, the other ranks' files in it are moved
+Libraries save in every rank: rank 0 creates ``checkpoint-10`` and writes the model, and each other
+rank writes its ``rng_state_1.pth`` next to it. Those files are in the ranks' scratch folders
+(``diversion``). At the end of the run they are placed next to rank 0's (``rescued.sort_writes``).
+Until then rank 0 finds them there: a call with a path that is not in the project gets the other
+rank's file.
+
+This applies to files only, because a missing directory has to be created before anything is
+written into it. When rank 0 moves or removes a directory, the other ranks' files in it are moved
 or removed with it; rank 0 may also move or remove such a file itself.
 
-A directory belongs to a save if rank 0 made it, or wrote into it, during the run. The project's own
-folder never does: it has the notebook, and people change other files in it during a run.
+A directory belongs to a save if rank 0 created it, or wrote into it, during the run. The project's
+own folder never does: it contains the notebook, and users change other files in it during a run.
 """
 
-# These are calls of posix, because the functions here replace those of os in rank 0.
+# These are functions of posix, because the functions here replace those of os in rank 0.
 
 from __future__ import annotations
 
@@ -33,14 +35,14 @@ from taas.project.wall.table import TREE, without_links
 
 _Call = Callable[..., Any]
 _NATIVE: dict[str, _Call] = {"rmtree": shutil.rmtree}
-"""The original functions; the module's own names for them are replaced, too."""
+"""The original functions; the module's own references to them are replaced, too."""
 
 
 def is_of_save(project: str, path: str, since_ns: int) -> bool:
-    """Return whether a path of the project belongs to a directory that rank 0 made or wrote to.
+    """Return whether a path of the project belongs to a directory that rank 0 created or wrote to.
 
-    That is the nearest existing directory above it; other ranks have made those below. Only changes
-    after ``since_ns`` count.
+    That is the nearest existing directory above it; other ranks have created those below. Only
+    changes after ``since_ns`` count.
     """
     folder = path.rpartition("/")[0]
     while folder and not _is_directory(f"{project}/{folder}"):
@@ -49,7 +51,7 @@ def is_of_save(project: str, path: str, since_ns: int) -> bool:
 
 
 def topmost_made(project: str, folder: str, since_ns: int) -> str:
-    """Return the topmost directory above a folder that the run made or wrote to.
+    """Return the topmost directory above a folder that the run created or wrote to.
 
     If none is known, return the folder itself.
     """
@@ -75,7 +77,7 @@ def _is_directory(path: str) -> bool:
 
 
 def _is_written(folder: str, since_ns: int) -> bool:
-    """Return whether a directory, or an entry of it, was changed since then."""
+    """Return whether a directory, or an entry of it, was changed after ``since_ns``."""
     if changed_since(folder, since_ns):
         return True
     with contextlib.suppress(OSError):
@@ -102,9 +104,8 @@ class OtherRanksFiles:
         for tree in self._trees():
             found = f"{tree}/{inside}"
             if _is_file(found):
-                # This check comes last: it may look at each entry of a directory, and programs ask
-                # about missing files again and again (caches).
-                # and programs ask about missing files again and again (caches).
+                # This check comes last: it may examine each entry of a directory, and programs
+                # look for missing files again and again (caches).
                 return found if is_of_save(self._project, inside, self._since_ns) else None
         return None
 
@@ -208,7 +209,7 @@ def _removing(native: _Call, others: OtherRanksFiles) -> _Call:
 
 
 def _is_there(path: Any) -> bool:
-    """Return whether the project itself has something at a path."""
+    """Return whether the project itself has an entry at a path."""
     try:
         posix.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,17 +1,17 @@
 """One rank's view of the project: its own files first, then the live ones.
 
 The rank's own version of <project>/a/b is <scratch>/tree/a/b, and its forked workers see it, too.
-Only the process itself knows what it has removed. Nothing about the project is cached, so the view
-shows at once what rank 0 saves. Of two versions of a file the view shows the newer one, unless a
-process is writing rank 0's at this moment; then it shows this rank's own complete one. The
-project's file system may be on another machine with another clock; the view allows for the
-difference.
+The record of removed entries is in the process itself. Nothing about the project is cached, so the
+view immediately shows the files that rank 0 saves. Of two versions of a file the view shows the
+newer one, unless a process is currently writing rank 0's version; then it shows this rank's own
+complete one. The project's file system may be on another machine with another clock; the view
+allows for the difference.
 
 Functions of ``os`` are diverted when this runs, so they are called only for paths in the scratch.
 """
 
 # Plain strings: a Path removes "..", which the kernel follows, and is slow in code that every call
-# of a rank runs.
+# in a rank runs.
 # ruff: noqa: PTH103
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from taas.project.wall.boundary import (
 TREE = "tree"
 _MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
 _SKEW = 10**8
-"""The clocks of two file systems of one machine differ by fewer nanoseconds than this, because some
-tick more often than others.
+"""The clocks of two file systems of one machine differ by fewer nanoseconds than this.
+
+Some of them tick more often than others.
 """
 
 
@@ -57,11 +58,10 @@ class Seen(NamedTuple):
 
 
 class Table:
-    """The view of one rank, made before its wall is raised.
+    """The view of one rank, created before its write protection is set up.
 
-    A *place* is a path relative to the project; "." is the project.
-
-    ``since_ns`` is when the run began, by the clock of the project's file system.
+    A *place* is a path relative to the project; "." is the project. ``since_ns`` is the start time
+    of the run, by the clock of the project's file system.
     """
 
     def __init__(self, boundary: Boundary, scratch: str, since_ns: int) -> None:
@@ -76,13 +76,16 @@ class Table:
         self._scratch = os.path.realpath(scratch)
         self._tree = f"{self._scratch}/{TREE}"
         self._gone: dict[str, int] = {}
-        """When the rank removed a place with all beneath it, by the clock of its scratch (ns)."""
+        """When the rank removed a place with everything beneath it, by the clock of its scratch
+        (ns).
+        """
 
-    # what is seen ---------------------------------------------------------------------------------
+    # the view
+    # --------------------------------------------------------------------------------------
 
     @property
     def touched(self) -> bool:
-        """Return whether this rank, or a worker of it, has diverted anything yet.
+        """Return whether this rank, or one of its workers, has diverted anything yet.
 
         Until then its view is the live project.
         """
@@ -97,7 +100,7 @@ class Table:
         return join(self.boundary.project, place)
 
     def is_only_own(self, place: str) -> bool:
-        """Return whether this rank has something at a place, and rank 0 has nothing there."""
+        """Return whether this rank has an entry at a place, and rank 0 has none there."""
         own, live = self._both(place)
         return own is not None and live is None
 
@@ -129,10 +132,10 @@ class Table:
         return latest
 
     def is_rank_0s(self, place: str, seen: Seen | None) -> bool:
-        """Return whether rank 0 may have made what is seen, or removed what is missing.
+        """Return whether rank 0 may have created the entry, or removed the missing one.
 
-        Only what rank 0 did since the run began counts. This rank does the same a moment later, and
-        so does not fail because rank 0 was first.
+        Only actions of rank 0 since the run began count. This rank does the same a moment later,
+        and so does not fail because rank 0 was first.
         """
         if seen is not None:
             return not seen.own and seen.status.st_ctime_ns > self._since_ns
@@ -157,7 +160,7 @@ class Table:
         return bool(self._gone) or _lstat(self.own(place)) is not None
 
     def locate(self, path: str, *, follow: bool = True) -> str | None:
-        """Return the place to which a call's path leads; None if the rule does not hold there."""
+        """Return the place to which a call's path leads; None if the rule does not apply."""
         if not path:
             return None  # the system's error for an empty path is ENOENT
         if not path.startswith("/"):
@@ -165,7 +168,7 @@ class Table:
         return self.boundary.relative(without_links(path, follow=follow))
 
     def outward(self, path: str) -> str:
-        """Return the project path for which a path in this rank's tree stands.
+        """Return the project path that corresponds to a path in this rank's tree.
 
         Other paths stay unchanged.
         """
@@ -175,7 +178,7 @@ class Table:
     # changing the view ----------------------------------------------------------------------------
 
     def claim(self, place: str) -> str:
-        """Make the directories above a place in this rank's tree; return the place's path there.
+        """Create the directories above a place in this rank's tree; return the place's path there.
 
         The view must have these directories.
         """
@@ -189,7 +192,7 @@ class Table:
         return self.own(place)
 
     def copy_up(self, place: str) -> str:
-        """Give this rank its own version of a place, with all beneath it.
+        """Give this rank its own version of a place, with everything beneath it.
 
         Raises ENOSPC, or ELOOP for a link.
         """
@@ -204,7 +207,7 @@ class Table:
                 break
             if stat.S_ISLNK(seen.status.st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), seen.path)
-            # rank 0 may move or remove it at this moment
+            # rank 0 may be moving or removing it
             with contextlib.suppress(FileNotFoundError):
                 self._copy(seen.path, own)
                 break
@@ -222,7 +225,7 @@ class Table:
         posix.rename(partial, target)
 
     def drop(self, place: str) -> None:
-        """Remove a place, and all beneath it, from this rank's view."""
+        """Remove a place, and everything beneath it, from this rank's view."""
         own, live = self._both(place)
         if own is not None:
             (shutil.rmtree if own.is_directory else posix.unlink)(own.path)
@@ -277,7 +280,7 @@ def _below(place: str, name: str) -> str:
 def _being_written(path: str) -> bool:
     """Return whether a process has the file open for writing.
 
-    If one has, the kernel grants no read lease (fcntl(2)).
+    In that case, the kernel grants no read lease (fcntl(2)).
     """
     try:
         descriptor = posix.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

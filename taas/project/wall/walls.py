@@ -1,18 +1,18 @@
-"""The walls that keep a rank from writing the project, the strongest first.
+"""The mechanisms that keep a rank from writing to the project (*walls*), the strongest first.
 
-* A private mount namespace in which the project is mounted read-only. It holds for every call of
-  every program that the rank starts (EROFS), and reads are live. The rank cannot undo it: mounting,
-  entering another process's namespace through /proc, opening by file handle and making a device
-  need capabilities that the rank has given up, and the existing block devices are closed. An
-  ordinary user gets the right to mount from a user namespace, and gives up all its capabilities
+* A private mount namespace in which the project is mounted read-only. It applies to every call of
+  every program that the rank starts (EROFS), and reads are live. The rank cannot undo it:
+  mounting, entering another process's namespace through /proc, opening by file handle and creating
+  a device need capabilities that the rank has given up, and the existing block devices are closed.
+  An ordinary user gets the right to mount from a user namespace, and gives up all its capabilities
   afterwards.
 * Landlock, if namespaces are refused.
 * None, if the kernel offers neither: the diversion of Python's own calls guards against accidents,
-  and the cell says so.
+  and the cell's output says so.
 
-Each function raises one wall around this single-threaded process, and all that it will start, and
-returns a description of the wall. ``verdicts`` tries each wall in a process of its own
-(``python -m taas.project.wall.walls MECHANISM PROJECT``).
+Each function sets up one mechanism for this single-threaded process, and all that it will start,
+and returns a description. ``verdicts`` tries each mechanism in a separate process (``python -m
+taas.project.wall.walls MECHANISM PROJECT``).
 """
 
 # Plain strings: a Path removes "..", which the kernel follows.
@@ -35,7 +35,7 @@ from taas.base import linux
 from taas.project.wall.boundary import Boundary, draw, resolve_beneath
 
 NO_WALL = "diversion"
-"""The name of the mechanism for ranks without a wall."""
+"""The name of the mechanism for ranks without write protection."""
 LIMITS = {
     "landlock": (
         (
@@ -60,8 +60,8 @@ LIMITS = {
 
 # ---------------------------------------------------------------- the mount namespace
 
-# Root keeps the capabilities that it has in an ordinary container, except these: with any of them a
-# process could write past the mount.
+# Root keeps the capabilities that it has in an ordinary container, except these: with any of them
+# a process could bypass the read-only mount.
 _WAYS_ROUND = (
     linux.CAP_SYS_ADMIN,  # mount, umount, setns
     linux.CAP_SYS_PTRACE,  # /proc/<pid>/root and memory of processes outside
@@ -96,7 +96,8 @@ def _raise_mount(boundary: Boundary) -> str:
                 for entry in linux.mounts():
                     if resolve_beneath(entry.point, project) is not None:
                         linux.remount_readonly(entry)
-        # They are closed in the /dev that the rank sees; if the project has it, it is mounted last.
+        # They are closed in the /dev that the rank sees; if /dev is in the project, it is mounted
+        # last.
         for device in _writable_disks():
             linux.close_device(device)
     if not os.statvfs(project).f_flag & os.ST_RDONLY:
@@ -126,9 +127,9 @@ def _writable_disks() -> list[str]:
 
 # ---------------------------------------------------------------- Landlock
 #
-# Landlock only grants. To deny one folder, everything else is granted: each entry of each of the
-# project's parent directories. Hence its limits: entries that appear directly in a parent later
-# cannot be written, and Landlock has no rights for metadata. Source: landlock(7).
+# Landlock only grants access. To deny one folder, everything else is granted: each entry of each
+# of the project's parent directories. Hence its limits: entries that are added directly to a
+# parent later cannot be written, and Landlock has no rights for metadata. Source: landlock(7).
 
 _NUMBERS = {"create_ruleset": 444, "add_rule": 445, "restrict_self": 446}
 _VERSION, _PATH_BENEATH = 1, 1
@@ -182,7 +183,7 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return  # it was removed since it was listed, or this user may not open it
+        return  # it was removed after it was listed, or this user may not open it
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _WRITE_FILE | _TRUNCATE
@@ -197,15 +198,16 @@ WALLS: dict[str, Callable[[Boundary], str]] = {
     "landlock": _raise_landlock,
     NO_WALL: lambda _: "Python's own functions only",
 }
-"""The walls by mechanism. A refused one raises an OSError whose text says what refuses it."""
+"""The functions by mechanism. A mechanism that is refused raises an OSError with the reason."""
 
-# --------------------------------------------------------------------- the wall of this machine
+# --------------------------------------------------------------------- the mechanism of this
+# machine
 
 _SECONDS = 30
 
 
 def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
-    """Return lines about the wall that ranks get here: its limits, and stronger walls refused."""
+    """Return lines about the write protection of ranks here: limits, and stronger ones refused."""
     refused: list[str] = []
     for mechanism in mechanisms:
         with tempfile.TemporaryDirectory() as project:
@@ -224,7 +226,7 @@ def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
 
 
 def _main(mechanism: str, project: str) -> int:
-    """Raise a wall, and try to write past it in Python and from a shell.
+    """Set up a mechanism, and try to write in spite of it, in Python and from a shell.
 
     The last line that it prints is the verdict.
     """
