@@ -1,4 +1,4 @@
-"""Delivery of registered DataLoaders: planned in order, made anywhere, yielded exactly once.
+"""Delivery of registered DataLoaders: planned in order, made on any worker, yielded exactly once.
 
 ::
 
@@ -7,9 +7,10 @@
                              ▲                     ▼
                              └──────Progress───── ranks
 
-The arrows are structs of ``messages``. One coordinator per run owns the plan's ledger and the
-shared slabs, and unpickles nothing. The user's sampler runs in a planner process of its own, the
-user's dataset in data workers forked from one process per data VM. Elements go from worker to rank
-directly: through a slab of shared memory on one host, as zmq frames between hosts.
-``docs/delivery.md`` has the guarantees in words.
+An *element* is one item that a loader yields, usually a batch; most texts here call it a batch.
+The arrows are structs of ``protocol.delivery_messages``. One coordinator per run owns the plan's
+ledger and the shared slabs, and unpickles nothing. The user's sampler runs in a separate planner
+process, the user's dataset in data workers forked from one process per data VM (a machine whose
+CPUs load data). Batches go directly from worker to rank: through a slab of shared memory on one
+host, as zmq frames between hosts. ``docs/delivery.md`` explains the guarantees.
 """

@@ -1,9 +1,9 @@
 """A rank's connection to its data workers and the coordinator.
 
 zmq's own I/O thread receives messages while the rank computes; the rank drains the connection when
-it asks for an element. Data workers make an element at least once, and the rank yields it exactly
-once: it drops copies of elements that it has received or yielded before. ``Holdings`` tracks the
-memory of yielded elements until it is free again.
+it requests a batch. Data workers make a batch at least once, and the rank yields it exactly
+once: it drops copies of batches that it has received or yielded before. ``Holdings`` tracks the
+memory of yielded batches until it is free again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _AT_ONCE = 256
 
 @dataclass(slots=True)
 class Element:
-    """An element that has arrived: a reference to its memory, or a failure."""
+    """A batch that has arrived: a reference to its memory, or a failure."""
 
     arrival: ElementArrival
     stream: Any
@@ -59,7 +59,7 @@ class Element:
 
 @dataclass(slots=True)
 class Ahead:
-    """An element that is pinned before the loop takes it.
+    """A batch that is pinned before the loop takes it.
 
     Call ``taken`` when the loop takes it.
     """
@@ -69,29 +69,29 @@ class Ahead:
     taken: Callable[[], None]
 
     def build(self) -> Any:
-        """Return the element's object; call it once, because it hands the memory over."""
+        """Return the batch's object; call it once, because it hands the memory over."""
         memory, self.memory = self.memory, None
         return decode(self.element.stream, memory)
 
 
 class Holdings:
-    """The elements that this rank has yielded and whose memory is still in use.
+    """The batches that this rank has yielded and whose memory is still in use.
 
     A rank that holds more than ``limit`` bytes of slots gets copies.
     """
 
     def __init__(self, slabs: Slabs | None, limit: int) -> None:
         self._slabs, self._limit = slabs, limit
-        # numbers of elements that are no longer held, with the bytes of their slots
+        # numbers of batches that are no longer held, with the bytes of their slots
         self.freed: deque[tuple[int, int]] = deque()
         self._held = 0
 
     def release(self, element: Element) -> None:
-        """Note that the memory of an element is no longer used."""
+        """Record that the memory of a batch is no longer used."""
         self.freed.append((element.arrival.number, 0))
 
     def build(self, element: Element) -> Any:
-        """Return the element's object.
+        """Return the batch's object.
 
         Its memory is the slot itself; beyond the limit, a copy.
         """
@@ -112,7 +112,7 @@ class Holdings:
         return decode(element.stream, memory)
 
     def hold_ahead(self, element: Element) -> Ahead | None:
-        """Hold an element's memory before the loop takes it; return None beyond the limit."""
+        """Hold a batch's memory before the loop takes it; return None beyond the limit."""
         arrival, slabs = element.arrival, self._slabs
         if arrival.offset < 0 or not arrival.used:
             return Ahead(element, _memory_of_frame(element), partial(self.release, element))
@@ -120,10 +120,10 @@ class Holdings:
             return None
         assert slabs is not None
         slabs.fault_in(arrival.offset, arrival.capacity)
-        # Two events free the slot: the loop takes the element, and its memory falls out of use. The
-        # second one happens in any thread, and comes first if pinning has copied all of it. The
-        # later one gives the slot back. If the loop never takes the element, the slot is not given
-        # back here: closing the plan does that.
+        # Two events free the slot: the loop takes the batch, and its memory is no longer
+        # referenced. The second one happens in any thread, and comes first if pinning has copied
+        # all of it. The later one releases the slot. If the loop never takes the batch, the slot
+        # is not released here: closing the plan does that.
         events = itertools.count()
 
         def note() -> None:
@@ -137,7 +137,7 @@ class Holdings:
         return Ahead(element, lease_slot(slabs, arrival.offset, arrival.capacity, note), take)
 
     def take_released(self) -> list[int]:
-        """Return the elements that were released since the last call."""
+        """Return the batches that were released since the last call."""
         released = []
         while self.freed:
             number, capacity = self.freed.popleft()
@@ -147,7 +147,7 @@ class Holdings:
 
 
 def _memory_of_frame(element: Element) -> Any:
-    """Return the memory of an element that came as a frame; empty if it has none."""
+    """Return the memory of a batch that arrived as a frame; empty if it has none."""
     if element.frame is None:
         return b""
     array = np.frombuffer(element.frame.buffer, np.uint8)
@@ -158,14 +158,14 @@ def _memory_of_frame(element: Element) -> Any:
 
 @dataclass(slots=True)
 class _Iteration:
-    """The elements of a plan that have arrived."""
+    """The batches of a plan that have arrived."""
 
     ready: dict[int, Element] = field(default_factory=dict)  # by number in the plan
-    next: int = 0  # the step that the loader asks for next; elements of earlier steps are dropped
-    ended: Ended | None = None  # how the iteration ends; None until that is known
+    next: int = 0  # the step that the loader requests next; batches of earlier steps are dropped
+    ended: Ended | None = None  # how the iteration ends; None until this is known
 
     def take(self, seq: int, step: int) -> Element | Ended | None:
-        """Return a step's element, or how the iteration ended before it; None: not here yet."""
+        """Return a step's batch, or how the iteration ended before it; None: not here yet."""
         if self.ended is not None and step >= self.ended.steps:
             return self.ended
         return self.ready.pop(seq, None)
@@ -180,7 +180,7 @@ class DeliveryConnection:
     def __init__(self, config: DeliveryConfig, rank: int, host: str) -> None:
         self.config, self._rank = config, rank
         self._lock = threading.Lock()  # its holder may use the sockets
-        self._left = deque[PlanProgress]()  # loops that the program has left
+        self._left = deque[PlanProgress]()  # closed loops, for the coordinator
         self.places: dict[str, ResumePoint] = {}  # for loaders that do not begin at their start
         self.begun = False  # whether any loader has begun
         self.waited = 0.0  # total seconds spent waiting
@@ -232,7 +232,7 @@ class DeliveryConnection:
         return plan
 
     def take(self, plan: int, step: int) -> Element | Ended:
-        """Return this rank's element of a plan, or how the plan ended.
+        """Return this rank's batch of a plan, or how the plan ended.
 
         The step before counts as consumed.
         """
@@ -258,7 +258,7 @@ class DeliveryConnection:
             return element
 
     def peek(self, plan: int, step: int) -> Element | None:
-        """Return this rank's element of a step if it has arrived, without taking it."""
+        """Return this rank's batch of a step if it has arrived, without removing it."""
         with self._lock:
             iteration = self._iterations.get(plan)
             return None if iteration is None else iteration.ready.get(self._seq(step))
@@ -267,7 +267,7 @@ class DeliveryConnection:
         return step * self.config.ranks + self._rank
 
     def close(self, plan: int, consumed: int, asked: int) -> None:
-        """Drop the elements of a plan; its loop has asked for ``asked`` steps.
+        """Drop the batches of a plan; its loop has requested ``asked`` steps.
 
         Any thread may call it at any moment, because a garbage collection may.
         """
@@ -288,7 +288,7 @@ class DeliveryConnection:
             self._progress[progress.plan] = progress
 
     def shut(self) -> None:
-        """End the connection; delivered elements stay valid."""
+        """End the connection; delivered batches stay valid."""
         with self._lock:
             self._close_left()
             self._flush()

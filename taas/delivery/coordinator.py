@@ -57,13 +57,13 @@ _decode = {
 """By role: a peer can only send the messages of its role."""
 _TICK = 0.25
 _END_SECONDS = 4.0
-"""Seconds for a coordinator to end."""
+"""How many seconds a coordinator may take to end."""
 _RATE_SECONDS = 2.0
-"""Rates are measured over at least that many seconds."""
+"""Rates are measured over at least this many seconds."""
 
 
 class ProgressMeter:
-    """Reads from the ledger what to report: the progress, and that the ranks may begin."""
+    """Reads the progress from the ledger, and whether the ranks may begin, and reports both."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -113,7 +113,7 @@ class ProgressMeter:
         )
 
     def _lacks(self, loader: LoaderState) -> int:
-        """Return how many more elements have to be made before the ranks begin."""
+        """Return how many more batches have to be made before the ranks begin."""
         asked = self._ledger.plans.prebuffer_rows * loader.ranks
         return min(asked, loader.count_planned() or 1) - loader.ready
 
@@ -144,7 +144,7 @@ class Coordinator:
         # would count against the pools.
         self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
-        """The tick at which each data VM's worker pool was last heard.
+        """The tick at which each data VM's worker pool last sent a message.
 
         None: the VM counts as lost, even if more of its messages arrive.
         """
@@ -164,7 +164,7 @@ class Coordinator:
         """The planner and the workers that have ended, some before their Hello arrived."""
         self._since_worker = time.monotonic()
         self._final_by: float | None = None
-        """The planner has to report the generators by then; None while the ranks run."""
+        """The planner has to report the generators by this time; None while the ranks run."""
         self._unread = b""
         self._next_tick = 0.0
         self._over = False
@@ -173,7 +173,9 @@ class Coordinator:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
     def serve(self, commands: int) -> None:
-        """Serve until the descriptor ``commands`` is at its end, or the last report was sent."""
+        """Serve until the descriptor ``commands`` is at end-of-file, or the last report was
+        sent.
+        """
         self._loop.on(commands, lambda: self._obey(os.read(commands, 65536)))
         try:
             while not self._over:
@@ -206,7 +208,7 @@ class Coordinator:
         self.ledger.outbox.clear()
 
     def _obey(self, data: bytes) -> None:
-        """Execute the supervisor's commands; the end of its input is the end of the run."""
+        """Execute the supervisor's commands; end-of-file of its input is the end of the run."""
         self._over = self._over or not data
         *lines, self._unread = (self._unread + data).split(b"\n")
         for command in map(_decode_command, lines):
@@ -222,7 +224,7 @@ class Coordinator:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, now: float) -> None:
-        """Ask the planner, after the ranks' end, where the loaders' generators are now."""
+        """Request from the planner, after the ranks' end, the states of the loaders' generators."""
         self._final_by = now + self.config.patience
         self._meter.tell(now, self._report)
         begun = [
@@ -255,7 +257,7 @@ class Coordinator:
 
     @property
     def _has_all(self) -> bool:
-        """Return whether the ranks need the data side no more."""
+        """Return whether the ranks no longer need the data side."""
         return self._final_by is not None or self.ledger.plans.is_over
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
@@ -266,7 +268,7 @@ class Coordinator:
         self.ledger.worker_lost(worker, lost.number, lost.cause)
 
     def _hear(self, pool: Peer) -> bool:
-        """Note a sign of life of a data VM; return False if the VM counts as lost."""
+        """Record a sign of life of a data VM; return False if the VM counts as lost."""
         if self._heard.get(pool, 0) is None:
             return False
         self._heard[pool] = self._ticks
@@ -309,8 +311,8 @@ class Coordinator:
         if self._heard.get(pool, 0) is not None and not self._has_all:
             self._report(HostLost(pool.number, cause))
         self._heard[pool] = None
-        # While this host's pool has not ended, its workers may still write to the slabs. The system
-        # kills them with the pool.
+        # While this host's pool has not ended, its workers may still write to the slabs. The
+        # system kills them with the pool.
         if ended or not self.config.folder:
             for worker in [name for name in self.ledger.workers if name.pool == pool]:
                 self.ledger.worker_lost(worker, -1, "its data VM is gone")
@@ -338,9 +340,9 @@ class Coordinator:
             self.ledger.fail(reason)
 
     def _last_word(self) -> None:
-        """Report once more after all messages of dead ranks were read.
+        """Report again after all messages of dead ranks were read.
 
-        The report says where a restarted run continues.
+        The report tells where a restarted run continues.
         """
         self._receive()
         with contextlib.suppress(BrokenPipeError):  # the supervisor itself may be gone
@@ -359,5 +361,5 @@ if __name__ == "__main__":
         raise_limit()
         linux.set_parent_death_signal(signal.SIGKILL)
         gc.collect()
-        gc.freeze()  # collections then look at tickets only, and stay short
+        gc.freeze()  # collections then traverse only tickets, and stay short
         Coordinator(msgspec.json.decode(first, type=DeliveryConfig), _report_to_stdout).serve(0)

@@ -1,8 +1,8 @@
-"""Elements as bytes: a small pickle, and one region of raw memory for tensors and arrays.
+"""Batches as bytes: a small pickle, and one region of raw memory for tensors and arrays.
 
-A worker's ``default_collate`` stacks tensors directly into the region. Other data (of a user's own
-collate function, NumPy arrays) is copied into it once. The region is a slot of a rank's slab, or a
-buffer that travels as one frame.
+A worker's ``default_collate`` stacks tensors directly into the region. Other data (from a user's
+own collate function, NumPy arrays) is copied into it once. The region is a slot of a rank's slab,
+or a buffer that is sent as one frame.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SIZES = [dtype.itemsize for dtype in _DTYPES]
 
 
 class RawRegion:
-    """The memory in which one element is made: a bump allocator over a writable buffer.
+    """The memory in which one batch is made: a bump allocator over a writable buffer.
 
-    ``needed`` grows past ``capacity`` when something did not fit; the element then needs a larger
+    ``needed`` grows past ``capacity`` when something did not fit; the batch then needs a larger
     region.
     """
 
@@ -52,7 +52,7 @@ class RawRegion:
 
     @classmethod
     def of_size(cls, nbytes: int) -> RawRegion:
-        """Return a region with a buffer of its own, which is not zeroed."""
+        """Return a region with its own buffer, which is not zeroed."""
         return cls(np.empty(nbytes, np.uint8).data)
 
     def is_held(self) -> bool:
@@ -112,7 +112,7 @@ def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 
 
 def install_collate() -> None:
-    """Let ``default_collate`` stack into the current region, also inside a user's own collate."""
+    """Let ``default_collate`` stack into the current region, even inside a user's own collate."""
     torch_collate.default_collate_fn_map[torch.Tensor] = _stack
 
 
@@ -131,7 +131,7 @@ def stacking_into(region: RawRegion | None) -> Iterator[None]:
 
 
 class _Encoder(pickle.Pickler):
-    """Pickles an element; tensors and arrays become references into the region.
+    """Pickles a batch; tensors and arrays become references into the region.
 
     Data that does not fit is left out but counted, so that ``region.needed`` is enough for all of
     it.
@@ -184,7 +184,7 @@ class _Encoder(pickle.Pickler):
         return _tensor, (offset, code, shape)
 
     def _strided(self, tensor: torch.Tensor, code: int, shape: tuple[int, ...], nbytes: int) -> Any:
-        """Keep the strides of a dense tensor in another order (channels last).
+        """Keep the strides of a dense tensor with another dimension order (channels last).
 
         Other tensors become contiguous.
         """
@@ -240,7 +240,7 @@ def encode(element: Any, region: RawRegion) -> bytes | None:
 
 
 class PackedElement(NamedTuple):
-    """An element in the form in which it travels: its pickle, and its memory."""
+    """A batch in the form in which it is sent: its pickle, and its memory."""
 
     stream: bytes
     memory: np.ndarray[Any, Any]
@@ -256,7 +256,7 @@ def pack_element(element: Any, region: RawRegion) -> tuple[RawRegion, bytes]:
 # ── decode ────────────────────────────────────────────────────────────────────────────────────────
 
 
-# ``exporter``: the raw memory of the element that this thread unpickles
+# ``exporter``: the raw memory of the batch that this thread unpickles
 _memory = threading.local()
 
 
@@ -277,7 +277,7 @@ _classes: dict[str, Any] = {}
 
 
 def _notebook_class(qualname: str, pickled: bytes) -> Any:
-    """Return the rank's own class of that name, so that ``isinstance`` holds; else the sent one."""
+    """Return the rank's own class of that name, so that ``isinstance`` holds, or the sent one."""
     found: Any = sys.modules.get("__main__")
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -289,7 +289,7 @@ def _notebook_class(qualname: str, pickled: bytes) -> Any:
 
 
 def decode(stream: Any, exporter: Any) -> Any:
-    """Rebuild an element over ``exporter``'s memory, which it keeps alive.
+    """Rebuild a batch over ``exporter``'s memory, which it keeps alive.
 
     It unpickles, so the caller has authenticated ``stream``.
     """

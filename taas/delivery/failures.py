@@ -1,8 +1,8 @@
 """Exceptions of user code in a data process, raised again in a rank with one traceback.
 
-A traceback cannot be pickled. So the positions of its frames travel, and the rank makes frames at
-these positions: its traceback leads from the cell's line to the dataset's, as it would without data
-workers, and shows no frame of taas itself.
+A traceback cannot be pickled. Therefore the positions of its frames are sent, and the rank creates
+frames at these positions: its traceback leads from the cell's line to the dataset's, as it would
+without data workers, and shows no frame of taas itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Raised(NamedTuple):
 
 
 def pack_failure(error: BaseException, where: str) -> bytes:
-    """Pack an exception with its causes and contexts; ``where`` says where it was raised."""
+    """Pack an exception with its causes and contexts; ``where`` describes where it was raised."""
     chain = [_pack(one, is_cause=is_cause) for one, is_cause in chain_of(error)]
     return pickle.dumps((where, chain))
 
@@ -84,7 +84,7 @@ def raise_remote(packed: bytes) -> NoReturn:
 def chain_of(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
     """Yield an exception with its causes and contexts, in the order in which Python shows them.
 
-    With each comes whether it is the cause of the previous one.
+    Each comes with a flag that tells whether it is the cause of the previous one.
     """
     seen = set[int]()
     one: BaseException | None = error
@@ -141,10 +141,10 @@ def _line_of(entry: types.TracebackType) -> _Line:
 
 
 def _rebuild(raised: _Raised, *, is_first: bool) -> BaseException:
-    """Return the exception, or a DeliveryError in its place.
+    """Return the exception, or a DeliveryError that replaces it.
 
-    That replaces exceptions that cannot be rebuilt, and those that would silently end a loop or the
-    cell (StopIteration, SystemExit).
+    That replaces exceptions that cannot be rebuilt, and those that would silently end a loop or
+    the cell (StopIteration, SystemExit).
     """
     error: Any = None if raised.pickled is None else pickle.loads(raised.pickled)
     if isinstance(error, NameError):

@@ -1,4 +1,4 @@
-"""Decides how far ahead of the ranks workers may make elements. Pure; no I/O."""
+"""Decides how far ahead of the ranks workers may make batches. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from taas.delivery.slab import SlotTable, slot_size
 from taas.protocol.delivery_orders import DeliveryConfig
 
 _AHEAD = 1024
-"""The most elements under way or ready for one rank and loader."""
+"""The most batches in progress or ready for one rank and loader."""
 _ALWAYS = 2
-"""The number of elements of a plan that may always be under way or ready for a rank."""
+"""The number of batches of a plan that may always be in progress or ready for a rank."""
 _LEAST = 1 << 10
-"""The least bytes that an element of a stream counts for."""
+"""The fewest bytes that a batch of a stream counts for."""
 _BEGIN = 4 << 20
-"""So many bytes are made ahead at first, until a rank had to wait."""
+"""How many bytes are made ahead at first, until a rank has had to wait."""
 _WAITED = 0.0005
-"""A rank that has waited more seconds than this since it last said so had too few ahead."""
+"""A rank that has waited for more seconds than this since its last report had too few ahead."""
 
 
 @dataclass(slots=True)
@@ -30,12 +30,12 @@ class RankState:
 
     slots: SlotTable
     waited: float = 0.0
-    targets: dict[int, int] = field(default_factory=dict)  # elements to make ahead, by loader
+    targets: dict[int, int] = field(default_factory=dict)  # batches to make ahead, by loader
     blocked: set[int] = field(default_factory=set)  # plans whose target kept a worker idle
 
 
 class Pace:
-    """Bytes and seconds of one loader's recent elements."""
+    """Bytes and seconds of one loader's recent batches."""
 
     __slots__ = ("_count", "_previous", "_recent", "seconds", "size")
 
@@ -45,7 +45,7 @@ class Pace:
         self._count = self._recent = self._previous = 0
 
     def see(self, nbytes: int, seconds: float) -> None:
-        """Take in the figures of one element."""
+        """Record the figures of one batch."""
         self._recent = max(self._recent, nbytes)
         self._count += 1
         if self._count % 256 == 0:
@@ -59,7 +59,7 @@ Reserve = Callable[[int, int], int]
 
 
 class Headroom:
-    """How far workers may make elements ahead for the ranks of a run."""
+    """How far workers may make batches ahead for the ranks of a run."""
 
     def __init__(self, plans: Plans, config: DeliveryConfig, reserve: Reserve) -> None:
         self._plans, self._slab = plans, config.slab
@@ -71,9 +71,9 @@ class Headroom:
         ]
 
     def take_progress(self, rank: int, waited: float, asked: Iterable[int]) -> None:
-        """Record how long a rank has waited in all, and raise the targets that made it wait.
+        """Record how long a rank has waited in total, and raise the targets that made it wait.
 
-        ``asked`` are the plans that it has asked for.
+        ``asked`` are the plans that it has requested.
         """
         state = self.ranks[rank]
         if waited - state.waited > _WAITED:
@@ -84,24 +84,24 @@ class Headroom:
         state.blocked.clear()
 
     def is_left(self, rank: int, plan: Plan, workers: int) -> bool:
-        """Return whether ``workers`` workers may make one more element of a plan for a rank.
+        """Return whether ``workers`` workers may make one more batch of a plan for a rank.
 
-        The first of these rules that applies decides. If it is the target, the plan is noted as
+        The first of these rules that applies decides. If it is the target, the plan is marked as
         blocked, so that ``take_progress`` raises the target if the rank has to wait.
         """
         view = plan.ranks[rank]
         ahead = len(view.unconsumed)
         size = self.paces[plan.loader].size
 
-        # The owner of a stream keeps the elements that a slow rank has not taken: a slab full at
-        # most.
+        # The owner of a stream keeps the batches that a slow rank has not taken, up to the size
+        # of a slab.
         if plan.streamed:
             kept = view.queue[0].step - plan.lowest
             if kept > self._slab // max(size, _LEAST):
                 return False
 
-        # Some may be under way in every plan, whatever other plans hold, so that an iterator that
-        # is only kept open blocks no other.
+        # A few may be in progress in every plan, whatever other plans hold, so that an iterator
+        # that is only kept open blocks no other.
         if ahead < _ALWAYS:
             return True
 
@@ -117,7 +117,7 @@ class Headroom:
         return self._fits(rank, plan, size)
 
     def _fits(self, rank: int, plan: Plan, size: int) -> bool:
-        """Return whether an element of this size fits into the rank's slab and the plan's share."""
+        """Return whether a batch of this size fits into the rank's slab and the plan's share."""
         in_slab = 0  # bytes of all plans
         sharers = 0  # plans that the rank is in, and this one
         for other in self._plans.by_number.values():
@@ -131,9 +131,10 @@ class Headroom:
         return in_slab + size <= self._slab and of_plan + size <= share
 
     def _target(self, rank: int, loader: int, size: int, workers: int) -> int:
-        """Return how many elements to make ahead.
+        """Return how many batches to make ahead.
 
-        They are few at first, because few stay in the caches; ``take_progress`` raises the number.
+        There are few at first, because few stay in the caches; ``take_progress`` raises the
+        number.
         """
         targets = self.ranks[rank].targets
         prebuffered = self._plans.prebuffer_rows

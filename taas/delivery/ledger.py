@@ -1,12 +1,12 @@
-"""Decides which worker makes which element: leases, deaths, retries. Pure; no I/O.
+"""Decides which worker makes which batch: leases, deaths, retries. Pure; no I/O.
 
-If a worker is lost, its elements that ranks have not consumed are leased to other workers. An
-element has the same number in every lease, and its rank drops second copies. A loader of an
-iterable dataset has one owner among the workers, which makes its elements in order.
+If a worker is lost, those of its batches that ranks have not consumed are leased to other
+workers. A batch has the same number in every lease, and its rank drops second copies. A loader
+of an iterable dataset has one owner among the workers, which makes its batches in order.
 
-If rank and worker share memory, a lease has a slot of the rank's slab. The slot is given back when
-the worker has finished with it, and the rank either no longer uses the element's memory or will
-never ask for the element.
+If rank and worker share memory, a lease has a slot of the rank's slab. The slot is released when
+the worker has finished with it, and the rank either no longer uses the batch's memory or will
+never request the batch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from taas.protocol.delivery_messages import Failed, Hello, Peer, Progress, Resul
 from taas.protocol.delivery_orders import DeliveryConfig
 
 _WINDOW = 0.03
-"""Seconds of work that a worker has leased beyond its current element."""
+"""Seconds of work that a worker has leased beyond its current batch."""
 _LEASES = 128
-"""The most elements that one worker has leased."""
+"""The most batches that one worker has leased."""
 _DEATHS = 3
-"""An element that has killed this many workers is given up."""
+"""A batch that has killed this many workers is abandoned."""
 
 
 @dataclass(slots=True)
@@ -42,12 +42,12 @@ class WorkerState:
     backlog_seconds: float = 0.0
 
     def add_lease(self, lease: Lease) -> None:
-        """Count one more element that it has to make."""
+        """Count one more batch that it has to make."""
         self.backlog += 1
         self.backlog_seconds += lease.expected
 
     def finish_lease(self, lease: Lease) -> None:
-        """Count an element as made."""
+        """Count a batch as made."""
         self.backlog -= 1
         self.backlog_seconds -= lease.expected
         if self.backlog == 0:
@@ -55,9 +55,9 @@ class WorkerState:
 
 
 class Retry(NamedTuple):
-    """An element that waits to be leased again.
+    """A batch that waits to be leased again.
 
-    Retries sort by their steps; no two of them are equal.
+    Retries are ordered by their steps; no two of them are equal.
     """
 
     step: int
@@ -76,16 +76,16 @@ class Ledger:
         self.workers: dict[Peer, WorkerState] = {}
         self.works: dict[int, Work] = {}  # leased work, by number, until its slots are free
         self._numbers = itertools.count(1)
-        self.joined: dict[int, Hello] = {}  # the ranks that take elements
+        self.joined: dict[int, Hello] = {}  # the ranks that receive batches
         self._retries: list[Retry] = []  # a heap
         self._planner: Hello | None = None
         self._turn = 0
-        self.failure = ""  # why no more elements will come
+        self.failure = ""  # why no more batches will come
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
     def add_rank(self, number: int, hello: Hello) -> None:
-        """Add a rank, which takes elements from now on."""
+        """Add a rank, which receives batches from now on."""
         self.joined[number] = hello
         self.outbox += [(name, hello) for name in self.workers]
         if self.failure:
@@ -101,7 +101,7 @@ class Ledger:
             self.plans.tell(rank, hello)
 
     def take_progress(self, rank: int, progress: Progress) -> None:
-        """Take in what a rank has done with its elements."""
+        """Record what a rank reports about its batches."""
         for of in progress.plans:
             self.plans.consume(rank, of.plan, of.consumed, of.asked)
         self.release(self.works[number] for number in progress.released if number in self.works)
@@ -112,13 +112,13 @@ class Ledger:
             self.plans.close(rank, plan)
 
     def release(self, works: Iterable[Work]) -> None:
-        """Mark elements whose memory their ranks no longer use, and will not read again."""
+        """Mark batches whose memory their ranks no longer use, and will not read again."""
         for work in works:
             work.over = work.released = True
             self._free(work)
 
     def _free(self, work: Work) -> None:
-        """Give back the slots of a released element to which no worker writes any more."""
+        """Release the slots of a released batch to which no worker writes any more."""
         slots = self.room.ranks[work.rank].slots
         for lease in work.leases:
             if lease.done and lease.capacity:
@@ -128,7 +128,7 @@ class Ledger:
             self.works.pop(work.number, None)
 
     def fail(self, reason: str) -> None:
-        """Tell every rank, and those that join later, that no more elements will come."""
+        """Tell every rank, and those that join later, that no more batches will come."""
         self.failure = reason
         for rank in range(self.plans.n):
             self.plans.tell(rank, Failed(reason))
@@ -136,15 +136,15 @@ class Ledger:
     # ── workers ───────────────────────────────────────────────────────────────────────────────────
 
     def add_worker(self, name: Peer, shared: bool) -> None:
-        """Add a worker, which takes tickets from now on."""
+        """Add a worker, which receives tickets from now on."""
         self.workers[name] = WorkerState(name, shared)
         self.outbox += [(name, hello) for hello in self.joined.values()]
 
     def take_results(self, name: Peer, results: Iterable[Result]) -> None:
-        """Record that a worker has finished these elements."""
+        """Record that a worker has finished these batches."""
         worker = self.workers.get(name)
         if worker is None:
-            return  # the worker counts as lost, and others make its elements
+            return  # the worker counts as lost, and others make its batches
         for result in results:
             work = self.works.get(result.number)
             lease = None if work is None else work.lease_of(name)
@@ -167,21 +167,21 @@ class Ledger:
         if not plan.poison:
             plan.furthest = max(plan.furthest, work.seq + 1)
         in_slot = lease.capacity > 0
-        if not (in_slot or work.over):  # without a slot, an element counts with its size
+        if not (in_slot or work.over):  # without a slot, a batch counts with its size
             plan.weigh(work, result.nbytes)
 
     def _stream_ends(self, work: Work, lease: Lease, end: int) -> None:
-        """End a plan whose stream has no such element: it ended after ``end`` elements."""
+        """End a plan whose stream has no such batch: it ended after ``end`` batches."""
         lease.lost = True
         if not work.plan.ended:
             work.plan.end_stream(end)
             self.plans.tell_end(work.plan)
-        self._retry(work)  # with --uneven pad, it repeats an element to fill the last row
+        self._retry(work)  # with --uneven pad, it repeats a batch to fill the last row
 
     def worker_lost(self, name: Peer, current: int, cause: str) -> None:
-        """Lease again the elements of a worker that is certainly dead.
+        """Lease again the batches of a worker that is certainly dead.
 
-        ``current`` is the element that it was making, or a number that no element has.
+        ``current`` is the batch that it was making, or a number that no batch has.
         """
         if self.workers.pop(name, None) is None:
             return
@@ -196,9 +196,9 @@ class Ledger:
                 self._retry(work)
 
     def _blame(self, current: int, cause: str) -> None:
-        """Give up an element that has killed several workers in turn.
+        """Abandon a batch that has killed several workers in turn.
 
-        A stream is given up from the first element on that no worker has made.
+        A stream is abandoned from the first batch that no worker has made.
         """
         work = self.works.get(current)
         if work is None:
@@ -220,7 +220,7 @@ class Ledger:
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
     def pump(self) -> None:
-        """Draw indices and lease elements, as far as possible now."""
+        """Draw indices and lease batches, as far as possible now."""
         self.release(self.plans.dropped)
         self.plans.dropped.clear()
         self.plans.refill()
@@ -230,9 +230,9 @@ class Ledger:
         self.outbox += leases.items()
 
     def _lease_retries(self, leases: dict[Peer, list[Ticket]]) -> None:
-        """Lease the elements of lost workers again, the earliest step first.
+        """Lease the batches of lost workers again, the earliest step first.
 
-        Each retry is dropped, leased, or put back since it has to wait for a worker.
+        Each retry is dropped, leased, or put back because it has to wait for a worker.
         """
         waiting: list[Retry] = []
         all_are_busy = False
@@ -248,16 +248,17 @@ class Ledger:
                 leases[worker.name].append(self._lease(work, worker))
             else:
                 waiting.append(retry)
-                # An element of a stream waits for the stream's own worker, and later retries may
-                # find another one. Any other element found no worker at all: nor will later ones.
+                # A batch of a stream waits for the stream's own worker, and later retries may
+                # find another one. For any other batch there is no worker at all, nor will there
+                # be one for later retries.
                 all_are_busy = not work.plan.streamed
         for retry in waiting:
             heapq.heappush(self._retries, retry)
 
     def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
-        """Lease planned elements, one of each loader in turn, until no loader has any to lease."""
+        """Lease planned batches, one of each loader in turn, until no loader has any to lease."""
         loaders = [loader for loader in self.plans.loaders if loader.plans]
-        had_none = 0  # so many loaders in a row
+        had_none = 0  # number of consecutive loaders without one
         while had_none < len(loaders):
             self._turn += 1
             loader = loaders[self._turn % len(loaders)]
@@ -267,9 +268,9 @@ class Ledger:
                 had_none += 1
 
     def _lease_one(self, loader: LoaderState, leases: dict[Peer, list[Ticket]]) -> bool:
-        """Lease the most urgent element of a loader for which there is room.
+        """Lease the most urgent batch of a loader for which there is room.
 
-        Returns whether there was one, and a worker for it.
+        Returns whether there was such a batch, and a worker for it.
         """
         head = self._head_with_room(loader)
         if head is None:
@@ -277,7 +278,7 @@ class Ledger:
         plan, rank = head
         worker = self._worker_for(plan.ranks[rank].queue[0])
         if worker is None:
-            return False  # all are busy enough, for any element of this loader
+            return False  # all are busy enough, for any batch of this loader
         work = plan.take(rank, self.room.paces[loader.index].size)
         work.number = next(self._numbers)
         self.works[work.number] = work
@@ -285,16 +286,16 @@ class Ledger:
         return True
 
     def _head_with_room(self, loader: LoaderState) -> tuple[Plan, int] | None:
-        """Return plan and rank of the most urgent element for which there is room; None if none."""
+        """Return plan and rank of the most urgent batch for which there is room, or None."""
         for plan, rank in self.plans.heads(loader):
             if self.room.is_left(rank, plan, len(self.workers)):
                 return plan, rank
         return None
 
     def _lease(self, work: Work, worker: WorkerState) -> Ticket:
-        """Lease an element to a worker.
+        """Lease a batch to a worker.
 
-        It gets a slot if the size of such elements is known and there is room.
+        It gets a slot if the size of such batches is known and there is room.
         """
         plan, pace = work.plan, self.room.paces[work.plan.loader]
         slot = None
@@ -320,9 +321,9 @@ class Ledger:
         )
 
     def _worker_for(self, work: Work) -> WorkerState | None:
-        """Return the worker that would make an element soonest, if it may take more.
+        """Return the worker that would make a batch soonest, if it may take more.
 
-        An element of a stream belongs to the stream's own worker.
+        A batch of a stream belongs to the stream's own worker.
         """
         if not work.plan.streamed or work.given_up:
             return self._least_busy(work)
@@ -330,7 +331,9 @@ class Ledger:
         return owner if owner and owner.backlog < _LEASES else None
 
     def _owner(self, plan: Plan) -> WorkerState | None:
-        """Return a stream's owner: its maker so far, or the worker that owns the fewest."""
+        """Return a stream's owner: the worker that has made it so far, or the one that owns the
+        fewest.
+        """
         owners = self.plans.owners
         if owners.get(plan.loader) not in self.workers and self.workers:
             load = Counter(owners.values())
@@ -340,7 +343,7 @@ class Ledger:
     def _least_busy(self, work: Work) -> WorkerState | None:
         """Return an idle worker, or the one with the least work below ``_WINDOW`` seconds.
 
-        The time for an element is unknown until the first one was made; until then, only an idle
+        The time for a batch is unknown until the first one is made; until then, only an idle
         worker takes one.
         """
         is_measured = self.room.paces[work.plan.loader].size > 0
@@ -356,7 +359,7 @@ class Ledger:
     # ── state ─────────────────────────────────────────────────────────────────────────────────────
 
     def is_full(self, loader: LoaderState) -> bool:
-        """Return whether a loader has planned elements, but none may be made now.
+        """Return whether a loader has planned batches, but none may be made now.
 
         This lasts until a rank consumes some.
         """

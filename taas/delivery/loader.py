@@ -1,8 +1,8 @@
-"""The rank's side of registered loaders: the object that stands for one in a rank.
+"""The rank's side of registered loaders: the object that represents one in a rank.
 
-A ``DeliveredLoader`` is an instance of DataLoader; its iterator asks the data workers for this
-rank's elements. Libraries that shard loaders (Lightning, accelerate) find a DistributedSampler and
-a prepared loader, and leave both alone.
+A ``DeliveredLoader`` is an instance of DataLoader; its iterator requests this rank's batches from
+the data workers. Libraries that shard loaders (Lightning, accelerate) find a DistributedSampler
+and a prepared loader, and leave both unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def connect(config: DeliveryConfig, rank: int, host: str) -> None:
 
 
 def disconnect() -> None:
-    """End the connection; delivered elements stay valid."""
+    """End the connection; delivered batches stay valid."""
     global _connection
     if _connection is not None:
         _connection.shut()
@@ -45,7 +45,7 @@ def disconnect() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Leave the connection to the rank, in a process that it forked."""
+    """Leave the connection to the rank; called in a process that the rank forked."""
     global _connection, _parents
     _connection, _parents = None, _connection or _parents
 
@@ -71,7 +71,7 @@ def _get_connection() -> DeliveryConnection:
 def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
     """Let loaders begin at the position of an earlier start of the run, or at a ``given`` one.
 
-    A position is (iteration, step). Return where each loader begins.
+    A position is (iteration, step). Return the position at which each loader begins.
     """
     connection = _connection
     if connection is None:
@@ -98,7 +98,8 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
         (name, place) for name, place in config.places.items() if name in known
     )
     for name, (iteration, step) in given.items():
-        # Steps taken before: as an earlier start counted them, else those of whole iterations.
+        # Steps taken before: as an earlier start counted them, otherwise those of whole
+        # iterations.
         at, taken = config.places.get(name), iteration * (_steps(config, known[name][1]) or 0)
         taken = at.taken if at is not None and at.iteration == iteration else taken
         connection.places[name] = ResumePoint(iteration, step, taken)
@@ -106,7 +107,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
 
 
 def _steps(config: DeliveryConfig, facts: LoaderFacts) -> int | None:
-    """Return a rank's steps in a whole iteration; None for a loader without a length."""
+    """Return a rank's steps in a whole iteration, or None for a loader without a length."""
     if facts.length is None:
         return None
     return (
@@ -115,11 +116,11 @@ def _steps(config: DeliveryConfig, facts: LoaderFacts) -> int | None:
 
 
 class PlannedSampler(DistributedSampler[Any]):
-    """The sampler as a rank sees it: its epoch reaches the plan, and it has no indices."""
+    """The sampler as a rank sees it; its epoch is sent to the plan, and it has no indices."""
 
     def __init__(self, loader: DeliveredLoader, attributes: dict[str, Any]) -> None:
-        # DistributedSampler.__init__ needs a process group and the dataset's length. The plan knows
-        # both, so it is not called.
+        # DistributedSampler.__init__ needs a process group and the dataset's length. The plan
+        # contains both, so it is not called.
         self._loader = loader
         self.__dict__.update(attributes)
 
@@ -158,7 +159,7 @@ class PlannedBatchSampler(PlannedSampler):
 class DeliveredLoader(DataLoader[Any]):
     """A registered DataLoader in a rank.
 
-    Unpacking the names makes it (``registered.delivering``).
+    It is created when the rank's variables are unpacked (``registered.delivering``).
     """
 
     __taas_stays__ = True  # capture: the notebook keeps its own loader
@@ -215,7 +216,7 @@ class DeliveredLoader(DataLoader[Any]):
         connection = _get_connection()
         index, facts = self._facts()
         place = _START
-        if not self._begun:  # elements that an earlier start of the run took count, too
+        if not self._begun:  # batches that an earlier start of the run took also count
             place = connection.places.get(self.taas_name, place)
             self._iterations, self._yielded = place.iteration, place.taken + place.step
         self._begun = connection.begun = True
@@ -290,7 +291,7 @@ class DeliveredIterator:
         return pinning.pin(holdings.build(element)) if pinned is None else pinned
 
     def _pin_next(self) -> None:
-        """Pin the next element in a thread, if it has arrived, while the program uses this one."""
+        """Pin the next batch in a thread, if it has arrived, while the program uses this one."""
         if not (self._loader.pin_memory and own_gpu.with_contexts()):
             return
         element = self._connection.peek(self._plan, self._step)
@@ -303,7 +304,7 @@ class DeliveredIterator:
             self._pinning.begin(ahead)
 
     def finish(self, asked: int) -> None:
-        """End the iteration, of which ``asked`` steps were asked for."""
+        """End the iteration, of which ``asked`` steps were requested."""
         self._over = True
         if self._pinning is not None:
             self._pinning.end()
@@ -311,7 +312,7 @@ class DeliveredIterator:
 
     @property
     def _left_at(self) -> int:
-        """Return how many steps a loop has asked for when it is left: none after its last."""
+        """Return how many steps a loop has requested when it is left: none after its last."""
         return max(self._first, self._step - 1)
 
     def __del__(self) -> None:

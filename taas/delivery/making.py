@@ -1,7 +1,7 @@
-"""Makes elements: with torch's own fetch and collate, and a seed for each; or as part of a stream.
+"""Makes batches with torch's own fetch and collate and a seed for each, or as part of a stream.
 
 For an iterable dataset, one data worker runs torch's own DataLoader, with its own processes, and
-delivers the elements that it yields.
+delivers the batches that it yields.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_loaders(path: str) -> Loaders:
 
 
 class Failure:
-    """A packed exception that takes an element's place."""
+    """A packed exception that replaces a batch."""
 
     __slots__ = ("packed",)
 
@@ -60,8 +60,9 @@ class Failure:
 
 
 RngStates = dict[str, Any]
-"""States of the process-wide generators that samplers and datasets draw from, if their libraries
-are loaded.
+"""States of the process-wide generators that samplers and datasets draw from.
+
+Those of libraries that are not loaded are missing.
 """
 rngs_now = partial(states_of_generators, cuda=False)
 apply_rngs = partial(set_generators, cuda=False)
@@ -79,7 +80,7 @@ def _worker_info(number: int, workers: int, seed: int, dataset: Any) -> Any:
 
 
 class MapFetcher:
-    """Makes elements of one map-style loader in this process."""
+    """Makes batches of one map-style loader in this process."""
 
     def __init__(self, name: str, parts: LoaderParts, worker: int, workers: int) -> None:
         self.name, self._parts = name, parts
@@ -88,7 +89,7 @@ class MapFetcher:
         self._info: Any = None
 
     def make(self, index: bytes, seed: int) -> Any:
-        """Return the element, or a Failure with the exception of user code."""
+        """Return the batch, or a Failure with the exception of user code."""
         if self._fetch is None:
             self._fetch = self._begin(seed)
         seed_all(seed, seed & 0xFFFF_FFFF)
@@ -135,12 +136,10 @@ def _short(index: Any) -> str:
 
 
 class _Elements(IterableDataset[Any]):
-    """The dataset of one of torch's own workers: it makes and packs a loader's elements.
+    """The dataset of one of torch's own workers: it makes and packs a loader's batches.
 
-    If an element raises, it yields a Failure in its place.
-
-    With ``num_workers=0`` the worker makes the elements that the notebook itself would make, from
-    the same dataset in all iterations.
+    If a batch raises, it yields a Failure instead. With ``num_workers=0`` the worker makes the
+    batches that the notebook itself would make, from the same dataset in all iterations.
     """
 
     def __init__(self, name: str, parts: LoaderParts) -> None:
@@ -195,7 +194,7 @@ class _Elements(IterableDataset[Any]):
 
 
 class _Stream:
-    """One iteration, and its elements until no rank can ask for them any more."""
+    """One iteration, and its batches until no rank can request them any more."""
 
     def __init__(self, elements: DataLoader[Any], base_seed: int) -> None:
         self.loader: DataLoader[Any] | None = elements
@@ -205,15 +204,15 @@ class _Stream:
             # The other thread is zmq's; a child never takes its locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._elements: Any = iter(elements)
-        # so that elements which a dead worker made before its death are taken first
+        # so that the batches that a worker made before it died are taken first
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.held: dict[int, Any] = {}
         self._last: Any = None
 
     def take(self, position: int, floor: int, ranks: int, *, pads: bool) -> Any:
-        """Return the element at a position once its row is whole; None if there is none.
+        """Return the batch at a position once its row is whole; None if there is none.
 
-        Elements before ``floor`` are dropped.
+        Batches before ``floor`` are dropped.
 
         With ``pads`` the first row is kept, and the last one need not be whole.
         """
@@ -221,9 +220,9 @@ class _Stream:
         while self.made < row_end:
             element = self._next()
             if element is None:
-                # A dataset that raises has ended. An incomplete row is dropped, and the error would
-                # be dropped with it. So the ranks whose elements would come next in the row get the
-                # same error.
+                # A dataset that raises has ended. An incomplete row is dropped, and the error
+                # would be dropped with it. Therefore the ranks whose batches would come next in
+                # the row get the same error.
                 in_row = self.made % ranks > 0
                 if not (in_row and isinstance(self._last, Failure)):
                     break
@@ -259,7 +258,7 @@ class OwnedStreams:
         self._idle: dict[int, DataLoader[Any]] = {}  # with persistent workers, by loader
 
     def make(self, ticket: Ticket) -> PackedElement | Failure | int:
-        """Return an element, or the number of elements if there are no more."""
+        """Return a batch, or the number of batches if there are no more."""
         position, iteration, base_seed = pickle.loads(ticket.which)
         if ticket.plan in self._closed:
             return 0  # no rank reads it

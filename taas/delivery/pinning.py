@@ -1,9 +1,8 @@
-"""Copies elements into page-locked memory (``DataLoader(pin_memory=True)``).
+"""Copies batches into page-locked memory (``DataLoader(pin_memory=True)``).
 
-A GPU copies from such memory while the program runs on.
-
-While the program works with an element, a thread copies the next one, if it has arrived. torch owns
-the pinned buffers; it reuses them for later elements, and knows which ones a GPU still reads.
+A GPU copies from such memory while the program runs on. While the program works with a batch, a
+thread copies the next one, if it has arrived. torch owns the pinned buffers; it reuses them for
+later batches, and tracks which ones a GPU still reads.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from taas.delivery.connection import Ahead, Element
 
 
 def pin(value: Any) -> Any:
-    """Return a copy of an element with all tensors in page-locked memory, as a DataLoader does."""
+    """Return a copy of a batch with all tensors in page-locked memory, as a DataLoader does."""
     return _utils.pin_memory.pin_memory(value)
 
 
 @dataclass
 class _Pinned:
-    """The thread's result for an element.
+    """The thread's result for a batch.
 
-    ``error`` is what pinning raised; the loop raises it when it asks for the element.
+    ``error`` is the exception that pinning raised; the loop raises it when it requests the
+    batch.
     """
 
     ahead: Ahead
@@ -38,7 +38,7 @@ class _Pinned:
 
 
 class PinAhead:
-    """Pins one element ahead for one loop, until :meth:`end`."""
+    """Pins one batch ahead for one loop, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._next: _Pinned | None = None
@@ -46,19 +46,19 @@ class PinAhead:
         threading.Thread(target=self._pin, name="taas-pins", daemon=True).start()
 
     def begin(self, ahead: Ahead) -> None:
-        """Let the thread pin an element that has arrived and that the loop has not taken."""
+        """Let the thread pin a batch that has arrived and that the loop has not taken."""
         self._next = _Pinned(ahead)
         self._asked.put(self._next)
 
     def take(self, element: Element) -> Any:
-        """Return the pinned copy of this element, or None if another one was pinned.
+        """Return the pinned copy of this batch, or None if another one was pinned.
 
-        Raises what pinning raised.
+        Raises the exception that pinning raised.
         """
         pinned, self._next = self._next, None
         if pinned is None or pinned.ahead.element is not element:
             return None
-        pinned.ahead.taken()  # first, so that an interrupted wait gives its slot back all the same
+        pinned.ahead.taken()  # first, so that an interrupted wait releases its slot as well
         pinned.done.wait()
         if pinned.error is not None:
             raise pinned.error
@@ -76,4 +76,4 @@ class PinAhead:
             except BaseException as error:
                 pinned.error = error
             pinned.done.set()
-            del pinned  # otherwise the element would live while this thread waits
+            del pinned  # otherwise the batch would stay alive while this thread waits

@@ -1,10 +1,8 @@
-"""Fixes the order of one iteration, and so which element is which, before any element is made.
+"""Fixes the order of one iteration, and thus which batch is which, before any batch is made.
 
-Pure; no I/O.
-
-Indices arrive in the order of the user's sampler, and become rows of one element for each rank:
-element ``seq`` is step ``seq // ranks`` of rank ``seq % ranks``. Only whole rows are used, so that
-all ranks have the same number of steps.
+Pure; no I/O. Indices arrive in the order of the user's sampler, and become rows of one batch for
+each rank: batch ``seq`` is step ``seq // ranks`` of rank ``seq % ranks``. Only complete rows are
+used, so that all ranks have the same number of steps.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ _MASK = (1 << 64) - 1
 
 
 def plan_number(loader: int, iteration: int, epoch: int | None) -> int:
-    """Return the number of a plan; a rank computes it without asking."""
+    """Return the number of a plan; a rank computes it without a request."""
     return element_seed(loader, iteration, -1 if epoch is None else element_seed(epoch, 0, 0))
 
 
 def element_seed(base_seed: int, iteration: int, seq: int) -> int:
-    """Return the seed of one element, which depends on the plan alone.
+    """Return the seed of one batch, which depends on the plan alone.
 
     This is the finaliser of splitmix64, so that the seeds of neighbours are independent.
     """
@@ -46,20 +44,20 @@ def uneven_message(elements: int, ranks: int) -> str:
 
 @dataclass(slots=True)
 class Lease:
-    """The order to one worker to make an element."""
+    """The assignment of a batch to one worker, which makes it."""
 
     worker: Peer
     offset: int  # of its slot
-    capacity: int  # of its slot; 0: it has none
+    capacity: int  # of its slot; 0 if it has none
     expected: float  # seconds it should take
     done: bool = False  # its worker has finished, and does not write any more
-    # its worker is dead, or its stream has no such element: the element will not come from it
+    # its worker is dead, or its stream has no such batch: the batch will not come from it
     lost: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One planned element, until its rank has finished with it."""
+    """One planned batch, until its rank has finished with it."""
 
     plan: Plan
     seq: int
@@ -67,18 +65,21 @@ class Work:
     step: int
     seed: int
     index: bytes
-    number: int = 0  # unique in the run, the same in every lease; 0: it was never leased
+    number: int = 0  # unique in the run, the same in every lease; 0 if it was never leased
     leases: list[Lease] = field(default_factory=list)
     nbytes: int = 0  # bytes that it counts for as work ahead of its rank
     deaths: int = 0
-    poison: str = ""  # how its makers died, if no worker is to make it again
-    over: bool = False  # its rank has consumed it, or no rank wants it any more
+    poison: str = ""  # how the workers that made it died, if no worker shall make it again
+    over: bool = False  # its rank has consumed it, or no rank needs it any more
     released: bool = False  # its rank neither uses its memory, nor will read it later
     queued: bool = False  # waits to be leased again
 
     @property
     def given_up(self) -> str:
-        """Return how its makers died, if no worker is to make it again; else ""."""
+        """Return how the workers that made it died, if no worker shall make it again.
+
+        Otherwise "".
+        """
         return self.plan.poison if self.seq >= self.plan.furthest else self.poison
 
     @property
@@ -105,8 +106,8 @@ class RankView:
     begun: bool = False
     closed: bool = False
     consumed: int = 0
-    # steps after which it has asked for one more; a loop that the program leaves has consumed its
-    # last step without asking for another one
+    # steps after which it has requested one more; a loop that the program leaves has consumed its
+    # last step without requesting another one
     asked: int = 0
     queue: deque[Work] = field(default_factory=deque)  # planned, not leased yet, in order of steps
     unconsumed: deque[Work] = field(default_factory=deque)  # leased or made, in order of steps
@@ -123,16 +124,16 @@ class Plan:
     epoch: int | None
     size: InitVar[int]  # world size
     uneven: Uneven
-    # the dataset is iterable: the number of elements is not known before the last one was made
+    # the dataset is iterable: the number of batches is unknown until the last one was made
     streamed: bool = False
     ranks: list[RankView] = field(init=False)
-    furthest: int = 0  # of a stream: number of elements made
-    # of a stream: its furthest element, and how many workers in turn died without passing it
+    furthest: int = 0  # of a stream: number of batches made
+    # of a stream: its furthest batch, and how many workers in turn died without passing it
     deaths: tuple[int, int] = (0, 0)
-    poison: str = ""  # of a stream: how its makers died, if no worker is to make further elements
-    base_seed: int | None = None  # source of the elements' seeds; None until the planner sends it
+    poison: str = ""  # of a stream: how its workers died, if no worker shall make further batches
+    base_seed: int | None = None  # source of the batches' seeds; None until the planner sends it
     rows: int = 0  # complete rows, that is, steps planned for every rank
-    asked: bool = False  # the planner has yet to answer
+    asked: bool = False  # a request to the planner is open
     ended: bool = False  # the sampler has no more indices
     failure: bytes = b""  # packed exception of the user's sampler, raised after all rows
     refusal: str = ""  # why the plan ends early
@@ -149,7 +150,7 @@ class Plan:
 
     @property
     def begun(self) -> bool:
-        """Return whether a rank has asked for this iteration."""
+        """Return whether a rank has begun this iteration."""
         return any(view.begun for view in self.ranks)
 
     @property
@@ -159,12 +160,12 @@ class Plan:
 
     @property
     def closed(self) -> bool:
-        """Return whether no rank will ask for more of it."""
+        """Return whether no rank will request more of it."""
         return all(view.closed for view in self.ranks)
 
     @property
     def lowest(self) -> int:
-        """Return the lowest step that a rank may still ask for."""
+        """Return the lowest step that a rank may still request."""
         return min((view.consumed for view in self.ranks if not view.closed), default=self.rows)
 
     def extend(self, indices: list[bytes], base_seed: int) -> None:
@@ -188,11 +189,11 @@ class Plan:
         self._row.clear()
 
     def end_stream(self, elements: int) -> None:
-        """End the plan of a stream that turned out to have this many elements.
+        """End the plan of a stream that turned out to have this many batches.
 
         Planned work beyond them is over.
 
-        With ``--uneven pad`` the missing elements of the last row repeat the first ones.
+        With ``--uneven pad`` the missing batches of the last row repeat the first ones.
         """
         self.rows, rest = divmod(elements, len(self.ranks))
         if rest and self.uneven == "raise":
@@ -242,7 +243,7 @@ class Plan:
         return [work for work in below if work.leases]
 
     def close(self, rank: int) -> list[Work]:
-        """Close the plan for a rank that wants no more; return leased work that nothing needs."""
+        """Close the plan for a rank that needs no more; return leased work that nothing needs."""
         view = self.ranks[rank]
         view.begun = view.closed = True
         works = [*view.queue, *view.unconsumed]
@@ -254,13 +255,13 @@ class Plan:
         return [work for work in works if work.leases]
 
     def take(self, rank: int, nbytes: int) -> Work:
-        """Return the rank's next work, which counts as under way with about ``nbytes`` bytes."""
+        """Return the rank's next work, which counts as in progress with about ``nbytes`` bytes."""
         work = self.ranks[rank].queue.popleft()
         self.ranks[rank].unconsumed.append(work)
         self.weigh(work, nbytes)
         return work
 
     def weigh(self, work: Work, nbytes: int) -> None:
-        """Set the bytes that an element under way counts for."""
+        """Set the bytes that a batch in progress counts for."""
         self.ranks[work.rank].nbytes += nbytes - work.nbytes
         work.nbytes = nbytes

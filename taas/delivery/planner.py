@@ -1,13 +1,13 @@
 """The planner process: it runs the user's samplers, and sends their indices to the coordinator.
 
-Samplers run exactly as torch's DataLoader runs them. It draws in a fixed sequence, which these
-plans repeat (``torch/utils/data/dataloader.py``): a new iterator calls ``iter(index_sampler)``,
-then draws its base seed from the loader's generator; with workers it calls ``iter(index_sampler)``
-once more. Persistent workers keep that iterator, so a later iteration only calls
-``iter(index_sampler)`` once.
+Samplers run exactly as torch's DataLoader runs them. DataLoader draws in a fixed sequence, which
+these plans repeat (``torch/utils/data/dataloader.py``): a new iterator calls
+``iter(index_sampler)``, then draws its base seed from the loader's generator; with workers it
+calls ``iter(index_sampler)`` again. Persistent workers keep that iterator, so a later iteration
+only calls ``iter(index_sampler)`` once.
 
-Each loader has its own RNG streams, which begin where the notebook's stood at launch. So the order
-of one loader does not depend on how far another one is planned ahead.
+Each loader has its own RNG streams, which begin with the notebook's states at launch. The order of
+one loader therefore does not depend on how far another one is planned ahead.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ from taas.protocol.delivery_orders import DataOrder
 from taas.protocol.framing import Leave, pack
 
 _SLICE = 0.02
-"""After that many seconds a slow sampler's indices are sent, even if more were asked for."""
+"""After this many seconds a slow sampler's indices are sent, even if more were requested."""
 
 
 # ── one loader's iterations ───────────────────────────────────────────────────────────────────────
 
 
 _Snapshot = tuple[RngStates, dict[str, Any]]
-"""Everything that determines an iteration's order: the states of process-wide RNGs, and of the
-sampler's own generators by path.
+"""Everything that determines an iteration's order.
+
+These are the states of process-wide RNGs, and those of the sampler's own generators, by path.
 """
 
 
 @dataclass(slots=True)
 class Iteration:
-    """One iteration of a loader, drawn as far as was asked.
+    """One iteration of a loader, drawn as far as was requested.
 
     ``error`` is the exception of its sampler; it comes after all indices that were drawn before.
     """
@@ -191,7 +192,7 @@ class LoaderPlans:
     ) -> list[Any]:
         """Return up to ``count`` indices.
 
-        They are fewer at the iteration's end or error, or when the clock passes ``until``.
+        There are fewer at the iteration's end or error, or when the clock passes ``until``.
         """
         indices: list[Any] = []
         if opened.ended or opened.error is not None or not opened.streams:
@@ -250,7 +251,7 @@ _END = object()
 
 
 def _with_epochs(index_sampler: Any) -> list[Any]:
-    """Return those of the index sampler and the sampler inside it that know epochs."""
+    """Return those of the index sampler and the sampler inside it that have epochs."""
     samplers = index_sampler, getattr(index_sampler, "sampler", None)
     return [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
 
@@ -265,7 +266,7 @@ def _find_distributed(parts: LoaderParts) -> Any:
 
 
 def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
-    """Return ``index_sampler`` with ``new`` in the place of ``old`` inside it."""
+    """Return ``index_sampler`` with ``new`` instead of ``old`` inside it."""
     if index_sampler is old:
         return new
     if type(index_sampler) is BatchSampler:
@@ -309,7 +310,7 @@ class Planner:
         self._open: dict[int, tuple[LoaderPlans, Iteration]] = {}
 
     def answer(self, message: Any) -> Any:
-        """Return the reply to a message; None if it needs none."""
+        """Return the reply to a message, or None if it needs none."""
         match message:
             case Draw():
                 return self._draw(message)
@@ -349,7 +350,7 @@ class Planner:
 
 
 def _pack_index(index: Any) -> bytes:
-    """Pickle an index; cloudpickle takes those of the notebook's own classes."""
+    """Pickle an index, with cloudpickle if it is of a class defined in the notebook."""
     try:
         return pickle.dumps(index, 5)
     except (pickle.PicklingError, TypeError, AttributeError):
@@ -360,7 +361,8 @@ def _pack_index(index: Any) -> bytes:
 def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts, ...]]:
     """Return the plans of the loaders that can be planned, by number, and facts of all loaders."""
     parts_of = load_loaders(config.payload)
-    rngs = rngs_now()  # the notebook's states; this process's for those that it lacks
+    # the notebook's states; this process's states for generators that the notebook lacks
+    rngs = rngs_now()
     plans, facts = {}, []
     for number, (name, parts) in enumerate(parts_of):
         try:
@@ -375,7 +377,7 @@ def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts,
 
 
 def main(config: DataOrder) -> None:
-    """Serve until told to leave."""
+    """Serve until told to exit."""
     with connect_control(config.common, PLANNER, ToPlanner) as control:
         planner = Planner({})
         try:

@@ -1,8 +1,6 @@
 """Keeps the open plans: how far they are planned, and which ranks have begun and closed them.
 
-Pure; no I/O.
-
-``outbox`` collects the messages to send, as ``(peer, message)``.
+Pure; no I/O. ``outbox`` collects the messages to send, as ``(peer, message)``.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from taas.protocol.delivery_orders import DeliveryConfig, ResumePoint
 from taas.protocol.framing import Message
 
 _BACKLOG = 100_000
-"""The most tickets that are planned while one rank is slow; a ticket takes some 300 bytes."""
+"""The most tickets that are planned while one rank is slow; a ticket takes about 300 bytes."""
 
 
 @dataclass(slots=True)
@@ -39,22 +37,22 @@ class LoaderState:
     rows_allowed: int | None
     plans: dict[int, Plan] = field(default_factory=dict)
     rows_closed: int = 0  # taken by all ranks of closed plans, or by an earlier start of the run
-    rows_before: int = 0  # those of them that came before the plan that was closed last
+    rows_before: int = 0  # those before the plan that was closed last
     begun_by: set[int] = field(default_factory=set)
     begun_at: tuple[int, int] | None = None  # first iteration and step of this start of the run
     last_begun: tuple[int, int | None] | None = None  # iteration and epoch
-    delivered: int = 0  # elements consumed, in all ranks
+    delivered: int = 0  # batches consumed, in all ranks
 
     @property
     def units(self) -> int | None:
-        """Return how many elements ``--units`` allows in all; None without a limit."""
+        """Return how many batches ``--units`` allows in total, or None without a limit."""
         return None if self.rows_allowed is None else self.rows_allowed * self.ranks
 
     @property
     def ready(self) -> int:
-        """Count the elements that are made and not consumed.
+        """Count the batches that are made and not consumed.
 
-        An element whose maker died counts when it is made again.
+        A batch whose maker died counts when it is made again.
         """
         return sum(
             work.is_made and not work.over
@@ -72,9 +70,9 @@ class LoaderState:
         return bool(self.facts.error) or (self.units is not None and self.delivered >= self.units)
 
     def count_planned(self, *, begun: bool = False) -> int:
-        """Return how many elements are planned or delivered.
+        """Return how many batches are planned or delivered.
 
-        ``begun``: leave out iterations that are only prepared, and elements that a stream may turn
+        ``begun``: leave out iterations that are only prepared, and batches that a stream may turn
         out not to have.
         """
         count = self.delivered
@@ -82,7 +80,7 @@ class LoaderState:
             if begun and not plan.begun:
                 continue
             for view in plan.ranks:
-                # Elements beyond a stream's end, leased before the end was known, are over.
+                # Batches beyond a stream's end, leased before the end was known, are over.
                 count += sum(not work.over for work in view.unconsumed)
                 if not begun or not plan.streamed or plan.ended:
                     count += len(view.queue)
@@ -115,7 +113,7 @@ class LoaderState:
 
     @property
     def place(self) -> ResumePoint | None:
-        """Return where a restarted run would continue; None if no rank has begun."""
+        """Return where a restarted run would continue, or None if no rank has begun."""
         if self.last_begun is None:
             return None
         begun = [plan for plan in self.plans.values() if plan.begun]
@@ -134,7 +132,7 @@ class LoaderState:
     def used_up(self, rows: int) -> bool:
         """Return whether ``--units`` allows no more rows than these.
 
-        Then the iteration that took the last row ends with it.
+        If so, the iteration that took the last row ends with it.
         """
         return self.rows_allowed is not None and rows >= self.rows_allowed
 
@@ -150,9 +148,9 @@ class Plans:
         self.loaders: list[LoaderState] = []
         self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
-        self.dropped: list[Work] = []  # leased for ranks that will never ask for it
+        self.dropped: list[Work] = []  # leased for ranks that will never request it
         self.owners: dict[int, Peer] = {}
-        """The worker that makes a loader's elements, for loaders of iterable datasets."""
+        """The worker that makes a loader's batches, for loaders of iterable datasets."""
 
     def tell(self, rank: int, message: Message) -> None:
         """Put a message for a rank into the outbox."""
@@ -160,7 +158,7 @@ class Plans:
 
     @property
     def is_over(self) -> bool:
-        """Return whether every unit was consumed, so that no element is made any more."""
+        """Return whether every unit was consumed, so that no more batches are made."""
         return bool(self.loaders) and all(loader.is_over for loader in self.loaders)
 
     # ── planner ───────────────────────────────────────────────────────────────────────────────────
@@ -188,7 +186,7 @@ class Plans:
         self.tell_end(plan)
 
     def refill(self) -> None:
-        """Ask the planner for what is needed soon: more indices, or the next iteration."""
+        """Request what is needed soon from the planner: more indices, or the next iteration."""
         for loader in self.loaders:
             for plan in list(loader.plans.values()):
                 self._draw(loader, plan)
@@ -207,9 +205,9 @@ class Plans:
                 )
 
     def _draw(self, loader: LoaderState, plan: Plan) -> None:
-        """Ask for indices that are needed soon.
+        """Request indices that are needed soon.
 
-        The first request is always made, because its reply has the plan's seed.
+        The first request is always made, because its reply contains the plan's seed.
         """
         count = self._indices_wanted(loader, plan)
         if not (plan.ended or plan.asked) and (count > 0 or plan.base_seed is None):
@@ -260,7 +258,7 @@ class Plans:
         self.tell_end(plan, rank)
 
     def _go_on(self, loader: LoaderState, plan: Plan, message: Begin) -> None:
-        """Begin a loader for the first time; after a restart, perhaps inside an iteration."""
+        """Begin a loader for the first time; after a restart, possibly inside an iteration."""
         loader.begun_at = (message.iteration, message.start)
         opened_ahead = list(loader.plans.values())
         for earlier in opened_ahead:
@@ -300,7 +298,7 @@ class Plans:
         return loader.facts.error
 
     def close(self, rank: int, plan_id: int) -> None:
-        """Close a plan for a rank, which asks for no more of it."""
+        """Close a plan for a rank, which requests no more of it."""
         plan = self.by_number.get(plan_id)
         if plan is None or plan.ranks[rank].closed:
             return
@@ -312,7 +310,7 @@ class Plans:
             self._forget(plan)
 
     def consume(self, rank: int, plan_id: int, consumed: int, asked: int) -> None:
-        """Record that a rank has consumed steps, and asked for the one after ``asked``."""
+        """Record that a rank has consumed steps, and requested the one after ``asked``."""
         plan = self.by_number.get(plan_id)
         if plan is not None:
             view = plan.ranks[rank]
@@ -320,7 +318,7 @@ class Plans:
             self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
 
     def tell_end(self, plan: Plan, only: int | None = None) -> None:
-        """Tell the ranks in a plan how it ends, once that is known; ``only``: this rank only."""
+        """Tell the ranks in a plan how it ends, once that is known; ``only``: only this rank."""
         if not plan.ended:
             return
         name = self.loaders[plan.loader].facts.name

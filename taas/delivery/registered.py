@@ -1,8 +1,8 @@
-"""Carries registered loaders to the ranks, and their generators' states back.
+"""Sends registered loaders to the ranks, and restores their generators' states in the notebook.
 
-In the ranks' payload, a stand-in takes a loader's place and has its parts. Data processes unpack
-the same file as the ranks, and take the parts. This module does not import torch: a registered
-loader has imported it.
+In the ranks' payload, a loader is replaced by a stand-in that contains its parts. Data processes
+unpack the same file as the ranks, and use the parts. This module does not import torch: a
+registered loader has already imported it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Registration:
 
     name: str  # its name in --units and in the live view
     loader: Any
-    variable: str | None = None  # the variable that holds it: a cell that names it uses the loader
+    # the variable that holds it; a cell that mentions this variable uses the loader
+    variable: str | None = None
 
 
 @dataclass(slots=True)
@@ -42,12 +43,12 @@ class LoaderParts:
     persistent_workers: bool = False
     generator: Any = None
     iterable: bool = False  # whether the dataset is not map-style
-    plain: bool = False  # not a DataLoader: its elements are delivered as they are
+    plain: bool = False  # not a DataLoader: its batches are delivered as they are
 
     def iterable_length(self) -> int:
-        """Return how many elements an iterable dataset says it has.
+        """Return how many batches an iterable dataset reports.
 
-        Raises a TypeError if it does not say.
+        Raises a TypeError if it reports no length.
         """
         length = len(self.dataset)
         if self.auto_collation and self.batch_size:
@@ -97,7 +98,7 @@ def loaders_in_use(loaders: Sequence[Registration], used: tuple[str, ...]) -> li
 
 
 class _Itself:
-    """Stands for a registered iterable, so that the original travels and not its stand-in."""
+    """Represents a registered iterable, so that the original is sent and not its stand-in."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -107,7 +108,7 @@ class _Itself:
 
 
 def delivering(loaders: Iterable[Registration]) -> contextlib.AbstractContextManager[None]:
-    """Let these loaders travel as DeliveredLoader while a cell with data workers is captured.
+    """Send these loaders as DeliveredLoader while a cell with data workers is captured.
 
     A DeliveredLoader has the loader's parts.
     """
@@ -132,8 +133,9 @@ _KEPT = (
 
 
 def _reduce(entry: Registration, parts: LoaderParts) -> tuple[Any, ...]:
-    """Return the ``__reduce__`` tuple of what ranks get for a registered loader."""
-    from taas.delivery.loader import DeliveredLoader  # torch, which the loader has brought
+    """Return the ``__reduce__`` tuple of the object that ranks get for a registered loader."""
+    # imports torch, which the loader has already imported
+    from taas.delivery.loader import DeliveredLoader
 
     loader = entry.loader
     attributes = {key: getattr(loader, key) for key in _KEPT if hasattr(loader, key)}

@@ -1,9 +1,9 @@
-"""Slabs: shared memory in which elements are made and read without a copy.
+"""Slabs: shared memory in which batches are made and read without a copy.
 
-The coordinator makes one memfd with a slab for each rank; offsets are those of the file. Its size
-is only address space. Memory is reserved with ``posix_fallocate``, because a write to a page for
-which there is no memory is a SIGBUS and no exception. Slots are allocated first fit, lowest offset
-first, so that a rank that keeps up touches few pages.
+The coordinator creates one memfd with a slab for each rank; offsets are those of the file. Its
+size is only address space. Memory is reserved with ``posix_fallocate``, because a write to a page
+for which there is no memory raises SIGBUS, not an exception. Slots are allocated first fit, lowest
+offset first, so that a rank that keeps up touches few pages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SlabFile:
         try:
             os.ftruncate(self.fd, size * ranks)
         except OSError:
-            self._size = 0  # the process has a limit on file sizes: elements travel as frames
+            self._size = 0  # the process has a limit on file sizes: batches are sent as frames
 
     def reserve(self, rank: int, upto: int) -> int:
         """Reserve memory of a rank's slab up to an offset; return the offset that was reached.
 
-        It is lower than asked if the system has no more memory.
+        It is lower than requested if the system has no more memory.
         """
         reserved = self._reserved[rank]
         goal = min((rank + 1) * self._size, max(upto, reserved + _RESERVE))
@@ -58,7 +58,9 @@ class Slabs:
         self._faulted: set[tuple[int, int]] = set()
 
     def fault_in(self, offset: int, nbytes: int) -> None:
-        """Map the pages of a slot in one call, once for each slot, instead of one fault a page."""
+        """Map the pages of a slot in one call, once for each slot, instead of one fault per
+        page.
+        """
         if (offset, nbytes) not in self._faulted:
             self._faulted.add((offset, nbytes))
             with contextlib.suppress(OSError):  # before Linux 5.14
@@ -98,7 +100,7 @@ def lease_slot(slabs: Slabs, offset: int, capacity: int, on_free: Callable[[], N
 def slot_size(nbytes: int) -> int:
     """Round up to whole pages, by at most an eighth.
 
-    So there are few different sizes, and freed slots fit again.
+    As a result, there are few different sizes, and freed slots can be reused.
     """
     step = max(_PAGE, (1 << max(nbytes - 1, 1).bit_length()) // 16)
     return max(_PAGE, -(-nbytes // step) * step)

@@ -1,10 +1,10 @@
 """The channels of a delivery: control, data, the slabs' descriptor, the coordinator's pipes.
 
-Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can only speak for
-itself. Data goes from worker to rank on one PUSH socket for each pair. On one host all of these are
-UNIX sockets in a private folder; between hosts they are TCP with CURVE, or PLAIN for data if the
-user chose that. In both cases a MAC over header and pickle is checked before anything is unpickled
-(``taas.protocol.framing``).
+Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can only send under
+its own name. Data goes from worker to rank on one PUSH socket for each pair. On one host all of
+these are UNIX sockets in a private folder; between hosts they are TCP with CURVE, or PLAIN for
+data if the user chose that. In both cases a MAC over header and pickle is checked before anything
+is unpickled (``taas.protocol.framing``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _bind(server: zmq.Socket[bytes], folder: str, name: str, host: str) -> str:
-    """Let a socket listen in the folder, or at the host's address without one; return where."""
+    """Let a socket listen in the folder, or without one at the host's address.
+
+    Return the endpoint.
+    """
     if folder:
         endpoint = f"ipc://{folder}/{name}"
         server.bind(endpoint)
@@ -111,7 +114,7 @@ class ControlClient:
 
 @contextlib.contextmanager
 def connect_control(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[ControlClient]:
-    """Open a connection to the coordinator in a context of its own.
+    """Open a connection to the coordinator in a separate context.
 
     The arguments are those of :class:`ControlClient`.
     """
@@ -124,8 +127,9 @@ def connect_control(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[
 class DataReceiver:
     """A rank's end of the data path.
 
-    On TCP a worker has to show a secret to connect: the server's public key, which only peers have;
-    without encryption, a password. So no other process can fill this one's memory.
+    On TCP a worker has to present a secret to connect: the server's public key, which only peers
+    have; without encryption, a password. This keeps other processes from filling this one's
+    memory.
     """
 
     def __init__(self, context: Any, config: DeliveryConfig, rank: int, host: str) -> None:
@@ -133,7 +137,7 @@ class DataReceiver:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.key = b""  # workers need it to connect, besides the address
+        self.key = b""  # workers need it to connect, in addition to the address
         self.gate: Gate | None = None  # answer it, if there is one; workers wait for it
         if not folder:
             self.socket.setsockopt(zmq.RCVBUF, 4 << 20)
@@ -169,7 +173,7 @@ def connect_data(context: Any, address: str, key: bytes, keys: Keys) -> zmq.Sock
 class SlabServer:
     """Sends the slabs' descriptor to every process that connects; its folder is private.
 
-    The descriptor travels as ancillary data, because a rank that has given up its capabilities may
+    The descriptor is sent as ancillary data, because a rank that has given up its capabilities may
     not open ``/proc/<pid>/fd``.
     """
 
@@ -196,7 +200,7 @@ class SlabServer:
 def map_slabs(folder: str) -> Slabs | None:
     """Map all slabs; return None if they are on another host, or empty.
 
-    A limit on file sizes makes them empty. Then elements travel as frames.
+    A limit on file sizes makes them empty. Batches are then sent as frames.
     """
     if not folder:
         return None

@@ -1,8 +1,8 @@
 """A data VM's worker pool: it holds the registered loaders, and forks the data workers.
 
 Workers share the dataset's pages with the worker pool, so that a VM has one copy of it. A worker
-takes tickets, makes elements, and writes them where the rank reads them. The pool reports how
-workers end, and replaces them.
+receives tickets, makes batches, and writes them to the memory from which the rank reads them. The
+pool reports how workers end, and replaces them.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from taas.protocol.delivery_orders import DataOrder
 from taas.protocol.framing import Alive, Leave, pack, seal
 
 _FLUSH = 0.002
-"""Results may wait that many seconds, so that several travel together."""
+"""Results may wait for this many seconds, so that several are sent together."""
 
 
 class Worker:
     """One data worker.
 
-    ``status`` tells its pool which element it is making; ``number`` is ``get_worker_info().id``.
+    ``status`` tells its pool which batch it is making; ``number`` is ``get_worker_info().id``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Worker:
         self._outgoing: dict[int, tuple[list[ElementArrival], list[bytes]]] = {}
         self._unsent: dict[int, list[list[Any]]] = {}
         self._slabs = None
-        with contextlib.suppress(OSError):  # then its elements travel as frames
+        with contextlib.suppress(OSError):  # if this fails, its batches are sent as frames
             self._slabs = map_slabs(common.folder)
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +132,7 @@ class Worker:
         for frames in self._unsent.pop(rank.rank, []):
             data.send_multipart(frames, copy=False)
 
-    # ── elements ──────────────────────────────────────────────────────────────────────────────────
+    # ── batches ──────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, ticket: Ticket) -> None:
         self._status[0] = ticket.number
@@ -147,7 +147,7 @@ class Worker:
                 made = slot, made.packed
             region, stream = made
             self._send(ticket, region, stream, failed)
-            # this holds also for an element that did not fit into the slot, and is elsewhere
+            # this includes a batch that did not fit into the slot, and is elsewhere
             leaked = slot.slot and slot.is_held()
             if leaked:
                 self._plain_stack.add(ticket.loader)
@@ -172,9 +172,9 @@ class Worker:
         )
 
     def _make(self, ticket: Ticket, region: RawRegion) -> tuple[RawRegion, bytes] | Failure | int:
-        """Return an element, packed into this region or another one.
+        """Return a batch, packed into this region or another one.
 
-        If its stream has ended, return the stream's number of elements.
+        If its stream has ended, return the stream's number of batches.
         """
         title, parts = self._loaders[ticket.loader]
         if ticket.poison:
@@ -187,7 +187,7 @@ class Worker:
                 "given up",
             )
         if parts.iterable:
-            self._flush()  # the next element may take long
+            self._flush()  # the next batch may take long
             found = self._streams.make(ticket)
             return _place(found, region) if isinstance(found, PackedElement) else found
         with stacking_into(None if ticket.loader in self._plain_stack else region):
@@ -225,7 +225,7 @@ class Worker:
 
 
 def _place(found: PackedElement, region: RawRegion) -> tuple[RawRegion, bytes]:
-    """Return a packed element with its memory in this region, if there is room."""
+    """Return a packed batch with its memory in this region, if there is room."""
     nbytes = found.memory.nbytes
     if region.take(nbytes) is None:
         region = RawRegion(found.memory.data)
@@ -250,7 +250,7 @@ class WorkerPool:
         self._children: dict[int, tuple[int, int, int]] = {}  # by pidfd: serial, number, pid
 
     def run(self) -> None:
-        """Keep the workers running until told to leave."""
+        """Keep the workers running until told to exit."""
         for number in range(self._config.processes):
             self._fork(number)
         name = Peer("pool", self._config.vm)
@@ -290,11 +290,11 @@ class WorkerPool:
         serial = self._serial
         self._serial += 1
         status = self._slots[number : number + 1]
-        status[0] = -1  # it makes no element yet
+        status[0] = -1  # it makes no batch yet
         parent = os.getpid()
         with warnings.catch_warnings():
-            # The only other thread is zmq's. A child never takes its locks, because it makes a
-            # context of its own.
+            # The only other thread is zmq's. A child never takes its locks, because it creates its
+            # own context.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -335,7 +335,7 @@ class WorkerPool:
 
 
 def main(config: DataOrder) -> None:
-    """Run one data VM until told to leave."""
+    """Run one data VM until told to exit."""
     linux.keep_freed_memory(1 << 30)
     install_collate()
     try:
