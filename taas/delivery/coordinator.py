@@ -173,9 +173,7 @@ class Coordinator:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
     def serve(self, commands: int) -> None:
-        """Serve until the descriptor ``commands`` is at end-of-file, or the last report was
-        sent.
-        """
+        """Serve until the descriptor ``commands`` is at end-of-file, or the last report is out."""
         self._loop.on(commands, lambda: self._obey(os.read(commands, 65536)))
         try:
             while not self._over:

@@ -331,9 +331,7 @@ class Ledger:
         return owner if owner and owner.backlog < _LEASES else None
 
     def _owner(self, plan: Plan) -> WorkerState | None:
-        """Return a stream's owner: the worker that has made it so far, or the one that owns the
-        fewest.
-        """
+        """Return a stream's owner: its worker so far, or the one that owns the fewest."""
         owners = self.plans.owners
         if owners.get(plan.loader) not in self.workers and self.workers:
             load = Counter(owners.values())

@@ -58,9 +58,7 @@ class Slabs:
         self._faulted: set[tuple[int, int]] = set()
 
     def fault_in(self, offset: int, nbytes: int) -> None:
-        """Map the pages of a slot in one call, once for each slot, instead of one fault per
-        page.
-        """
+        """Map the pages of a slot in one call, once per slot, instead of one fault per page."""
         if (offset, nbytes) not in self._faulted:
             self._faulted.add((offset, nbytes))
             with contextlib.suppress(OSError):  # before Linux 5.14

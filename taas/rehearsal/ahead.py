@@ -1,4 +1,4 @@
-"""Importing this module rehearses a forkserver; its forks then only name their device."""
+"""Importing this module rehearses a forkserver; its forks then only set their device."""
 
 from taas.rehearsal import install
 

@@ -1,10 +1,11 @@
-"""Refuses launchers that a rehearsed cell starts as commands.
+"""Rejects launchers that a rehearsed cell starts as commands.
 
 Examples are ``!torchrun`` and ``subprocess.run(["accelerate", "launch", …])``.
 
 A command sees the machine as it is: without GPUs, and without the ranks of this run. Its error,
-some sixty lines, would mention neither. So such a command is refused by name where it is started;
-other commands run. A cell without a header runs launchers in the notebook.
+some sixty lines, would mention neither. Such a command is therefore rejected when it is started,
+with an error that names it; other commands run. A cell without a ``#pragma taas`` comment (the
+*header*) runs launchers in the notebook.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _Call = Callable[..., Any]
 
 
 def install() -> None:
-    """Refuse launchers in the functions that start programs."""
+    """Reject launchers in the functions that start programs."""
     popen: Any = subprocess.Popen
     popen.__init__ = _checking(popen.__init__, at=1, name="args")
     os.system = _checking(os.system, at=0, name="command")
@@ -56,9 +57,9 @@ def _checking(native: _Call, *, at: int, name: str) -> _Call:
 
 
 def _commands(given: Any) -> Iterator[list[str]]:
-    """Yield the words of each command in a shell's line, or in a list of words.
+    """Yield the words of each command in a shell command line, or in a list of words.
 
-    Objects of other types have no commands.
+    Objects of other types contain no commands.
     """
     if not isinstance(given, str):
         if isinstance(given, Sequence):
@@ -112,7 +113,7 @@ def _refuse_launcher(words: list[str]) -> None:
 def _processes(words: list[str]) -> int:
     """Return how many processes a command tells its launcher to start on each machine.
 
-    The default is the number of devices of this run, at least two.
+    The default is the number of devices of this run, or two if there are fewer.
     """
     for option, value in zip(words, [*words[1:], ""], strict=True):
         found = _PROCESSES.fullmatch(option)

@@ -1,17 +1,15 @@
 """Rehearses ``torch.cuda`` and ``torch.accelerator`` with as many GPUs as the run has on this VM.
 
-Every name of ``torch.cuda.__all__`` is rehearsed here, refused in ``refused``, or works without a
-GPU; a test lists the last kind, and compares all names with torch's.
+Every name in ``torch.cuda.__all__`` is rehearsed here, rejected in ``refused``, or works without a
+GPU; a test lists the last kind, and compares all names with torch's. Memory figures are not
+rehearsed: programs that print them get 0, and one warning for each name. ``mem_get_info`` and
+``total_memory`` return the rehearsed GPU's size, because programs divide by them.
 
-Memory figures are not rehearsed: programs that print them get 0, and one warning for each name.
-``mem_get_info`` and ``total_memory`` return the rehearsed GPU's size, because programs divide by
-them.
-
-Each device has streams of work, with their events. Every operator has ended when it returns, so
+Each device has streams of work, with their events. Every operator has finished when it returns, so
 there is nothing to wait for. All devices share one stream of random numbers.
 ``torch.cuda.manual_seed`` does not reseed the CPU, and ``torch.rand(3, device="cuda")`` repeats
-after ``torch.cuda.manual_seed(0)``. Operators that draw (dropout) have CPU tensors, and draw from
-the CPU's stream. All numbers are those of CPU generators, never a GPU's.
+after ``torch.cuda.manual_seed(0)``. Operators that draw random numbers (dropout) have CPU tensors,
+and draw from the CPU's stream. All numbers are those of CPU generators, never a GPU's.
 """
 
 from __future__ import annotations
@@ -197,8 +195,8 @@ _GPU_STATE_BYTES = 16  # of a CUDA generator: seed and offset, int64 each
 def gpu_generator() -> torch.Generator:
     """Return the generator of all devices.
 
-    It is made at its first use, because the names that travel, and the CPU's seed, come after the
-    installation.
+    It is created on first use, because the notebook's variables, and the CPU's seed, arrive after
+    the installation.
     """
     return _RealGenerator().manual_seed(torch.initial_seed())
 
@@ -209,7 +207,7 @@ def _manual_seed(seed: int) -> None:  # torch.manual_seed() calls this
 
 def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
     existing(device)
-    if new_state.numel() == _GPU_STATE_BYTES:  # a GPU saved it
+    if new_state.numel() == _GPU_STATE_BYTES:  # a GPU's state
         _manual_seed(int(new_state[:8].view(torch.int64).item()))
     else:
         gpu_generator().set_state(new_state)

@@ -1,4 +1,4 @@
-"""The devices that a rehearsal pretends to have; all of them are the CPU.
+"""The devices of a rehearsal, all of which are the CPU.
 
 A *device-like* is anything that torch accepts as a device: ``"cuda"``, ``"cuda:1"``,
 ``torch.device("cuda", 1)`` or ``1``.
@@ -16,13 +16,13 @@ from taas.rehearsal.patches import stand_in
 
 CPU = torch.device("cpu")
 
-# torch < 2.8 has no class for these errors
+# torch before 2.8 has no class for these errors.
 _CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 
 
 @dataclass
 class RehearsedMachine:
-    """The GPUs that a rank pretends to have, and the current one.
+    """The simulated GPUs of a rank, and the current one.
 
     All ranks of the run on this VM have the same GPUs.
     """
@@ -75,15 +75,16 @@ def as_cpu(device: Any) -> Any:
 
 
 def is_device_like(value: Any) -> bool:
-    """Return whether a positional argument names a device and not a dtype or a tensor."""
+    """Return whether a positional argument is a device and not a dtype or a tensor."""
     return isinstance(value, (str, torch.device, int)) and not isinstance(value, bool)
 
 
 def ordinal(device: Any = None) -> int:
     """Return the index of a CUDA device-like; for ``None`` and ``"cuda"``, the current device's.
 
-    Programs ask about ``x.device``, which is honestly the CPU. So the CPU's device, unless it is a
-    text, stands for the current device. Any other device raises a ValueError, as in torch.
+    Programs pass ``x.device``, which is the CPU, as it really is. Therefore the CPU's device,
+    unless it is a string, means the current device. Any other device raises a ValueError, as in
+    torch.
     """
     if device is None or device == CPU:
         return machine.current
@@ -98,7 +99,7 @@ def ordinal(device: Any = None) -> int:
 def existing(device: Any = None) -> int:
     """Use a device and return its index; for one that does not exist, raise CUDA's error.
 
-    The error names the devices that exist.
+    The error lists the devices that exist.
     """
     index, last = ordinal(device), machine.device_count - 1
     use()
@@ -112,9 +113,9 @@ def existing(device: Any = None) -> int:
 
 
 def install() -> None:
-    """Notice forks, and let ``torch.device(0)`` mean ``cuda:0``.
+    """Detect forks, and let ``torch.device(0)`` mean ``cuda:0``.
 
-    torch without CUDA, and torch 2.6 without GPUs, refuse a number there.
+    torch without CUDA, and torch 2.6 without GPUs, reject a number there.
     """
     os.register_at_fork(after_in_child=lambda: setattr(machine, "forked", machine.used))
     try:

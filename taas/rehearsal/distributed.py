@@ -1,6 +1,6 @@
-"""Rehearses process groups, meshes and the wrappers for many GPUs: gloo stands in for NCCL.
+"""Rehearses process groups, meshes and the wrappers for many GPUs: gloo replaces NCCL.
 
-If possible, a patch rewrites the arguments and calls torch's own function, so that meaning and
+If possible, a patch rewrites the arguments and calls torch's own function, so that semantics and
 errors stay torch's.
 """
 
@@ -38,9 +38,9 @@ from taas.rehearsal.patches import (
 
 
 def gloo_for(backend: Any) -> Any:
-    """Return the backend that stands in for the requested one.
+    """Return the backend that replaces the requested one.
 
-    ``nccl`` becomes ``gloo``, ``cpu:gloo,cuda:nccl`` becomes ``cpu:gloo``; others stay.
+    ``nccl`` becomes ``gloo``, ``cpu:gloo,cuda:nccl`` becomes ``cpu:gloo``; others stay unchanged.
     """
     if not isinstance(backend, str):
         return backend
@@ -69,17 +69,17 @@ def _rewrite_init(arguments: Arguments) -> None:
 
 # ----------------------------------------------------------------------- backends of groups
 #
-# A program gets the name of the backend that it asked for, because libraries compare that with the
-# name that they would have asked for. torch's own code, which works differently for each backend,
+# A program gets the name of the backend that it requested, because libraries compare it with the
+# name that they would have requested. torch's own code, which works differently for each backend,
 # gets the real one.
 
 _asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""The backend that the program asked for, as torch spells it, by process group."""
+"""The backend that the program requested, as torch spells it, by process group."""
 _real_backend, _real_config = dist.get_backend, dist.distributed_c10d.get_backend_config
 
 
 def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
-    """Let a function make its groups with gloo, and record the backend that it was asked for.
+    """Let a function create its groups with gloo, and record the requested backend.
 
     Other groups inherit the backend of the default group.
     """
@@ -105,7 +105,7 @@ def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
 
 
 def _asks_itself(caller: FrameType | None) -> bool:
-    """Return whether the caller is code of torch."""
+    """Return whether the caller is torch's own code."""
     return caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.")
 
 
@@ -135,7 +135,7 @@ def _without_devices(arguments: Arguments) -> None:
 def _rewrite_ddp(arguments: Arguments) -> None:
     devices: Sequence[Any] = arguments.get("device_ids") or ()
     if len(devices) > 1:
-        return  # torch refuses it with its own message
+        return  # torch rejects it with its own message
     for device in [*devices, arguments.get("output_device")]:
         if device is not None:
             existing(device)
@@ -153,7 +153,7 @@ def _rewrite_mesh(arguments: Arguments) -> None:
 
 
 def _split_unnoticed(*args: Any, out: Sequence[Tensor], **kwargs: Any) -> None:
-    """Copy from what FSDP2 has gathered without changing version counters.
+    """Copy from the tensors that FSDP2 has gathered without changing version counters.
 
     torch 2.6 relies on CUDA's kernel, which autograd does not count as a change.
     """
@@ -183,7 +183,7 @@ def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A00
     if group is None or dist.get_world_size(group) == 1:
         return _BatchNorm.forward(self, input)
 
-    # the sum over all ranks; the gradient of a rank's value is the sum of theirs
+    # The sum over all ranks; the gradient of a rank's value is the sum of all ranks' gradients.
     total = functools.partial(_AllReduce.apply, dist.ReduceOp.SUM, group)
     x = input.float() if input.dtype.itemsize < 4 else input
     others = [dim for dim in range(x.dim()) if dim != 1]
@@ -236,7 +236,10 @@ def _flatten(arguments: Arguments, names: tuple[str, str]) -> None:
 
 
 def _average(name: str, result: str) -> None:
-    """Let a collective average by a sum and a division; both have ended when the call returns."""
+    """Let a collective average by a sum and a division.
+
+    Both have finished when the call returns.
+    """
     original = getattr(dist, name)
     signature = inspect.signature(original)
 
@@ -260,12 +263,12 @@ def _install_collectives() -> None:
     for name, result in AVERAGING.items():
         _average(name, result)
     for name, arguments in FLATTENED.items():
-        if hasattr(dist, name):  # torch has those that end in single since 2.13
+        if hasattr(dist, name):  # torch has had the names ending in "single" since 2.13
             rewrite_calls(dist, name, functools.partial(_flatten, names=arguments))
 
 
 def install() -> None:
-    """Rewrite calls that name NCCL or a CUDA device; replace what only NCCL or CUDA can do."""
+    """Rewrite calls with NCCL or a CUDA device; replace those that only NCCL or CUDA supports."""
     _make_of_gloo("init_process_group", _rewrite_init)
     for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
         _make_of_gloo(name, _rewrite_group)
@@ -275,15 +278,16 @@ def install() -> None:
     replace_everywhere(dist, "is_nccl_available", always(True))
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)
     rewrite_calls(device_mesh.DeviceMesh, "__init__", _rewrite_mesh)
-    # FSDP1 broadcasts only modules that are on their GPU (sync_module_states); here that is the CPU
+    # FSDP1 broadcasts only modules that are on their GPU (sync_module_states); here that is the
+    # CPU.
     accept = {"_check_module_states_for_sync_module_states": always(None)}
     after_import("torch.distributed.fsdp._init_utils", lambda module: replace_all(module, accept))
     after_import(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),
     )
-    # FSDP waits for streams and events. The CPU's stand-in lacks methods for that, and more of them
-    # before torch 2.7.
+    # FSDP waits for streams and events. The CPU's stand-in classes lack methods for that, and more
+    # of them before torch 2.7.
     for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
         setattr(torch.cpu.Stream, name, always(None))
     if torch.__version__ < "2.7":

@@ -1,11 +1,10 @@
 """Rehearses functions of torch that depend on a GPU.
 
-These are factories, mixed precision, choices among kernels, and compilation.
-
-Inside ``autocast("cuda")`` the CPU's autocast is on as well, with the same dtype: the CUDA flags
-are set as on a GPU (``torch.is_autocast_enabled()``, ``custom_fwd``), and the CPU's autocast does
-the work. ``GradScaler`` needs no patch, because it works on the device of the loss.
-``torch.compile`` runs eagerly: it returns the same kinds of objects, without graphs and kernels.
+These are factories, mixed precision, choices among kernels, and compilation. Inside
+``autocast("cuda")`` the CPU's autocast is also on, with the same dtype: the CUDA flags are set as
+on a GPU (``torch.is_autocast_enabled()``, ``custom_fwd``), and the CPU's autocast does the work.
+``GradScaler`` needs no patch, because it works on the device of the loss. ``torch.compile`` runs
+eagerly: it returns the same kinds of objects, without graphs and kernels.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from taas.rehearsal.patches import (
 )
 from taas.rehearsal.tensors import stays_itself
 
-# ---------------------------------------------------------------- making tensors
+# ---------------------------------------------------------------- creating tensors
 #
 # As on a GPU, random factories for a CUDA device draw from a generator that is not the CPU's:
 # ``torch.randn(3, device="cuda")`` does not advance the CPU's stream.
 
 Factory = Callable[..., torch.Tensor]
 
-# torch's own list of factories that obey `with torch.device(…)`, and factories that take a device
-# without obeying it
+# torch's own list of factories that respect `with torch.device(…)`, and factories that take a
+# device without respecting it
 LIKE = (
     *(
         "zeros_like",
@@ -115,7 +114,7 @@ _context_init = torch.utils._device.DeviceContext.__init__
 
 def _device_context_init(self: Any, device: Any) -> None:
     _context_init(self, device)
-    # torch.get_default_device() returns the index, too
+    # torch.get_default_device() also returns the index
     if self.device.type == "cuda" and self.device.index is None:
         self.device = torch.device("cuda", machine.current)
 
@@ -157,7 +156,7 @@ def _exit_both(self: Any, *exc: Any) -> Any:
 
 
 def _cast_on_the_cpu(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast CPU tensors where ``custom_fwd(cast_inputs=…)`` casts those of its device."""
+    """Cast CPU tensors where ``custom_fwd(cast_inputs=…)`` would cast those of its device."""
     return _cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
 
 
@@ -181,7 +180,7 @@ def _single(leaf: Any) -> Any:
 
 
 def _and_the_plain_one(arguments: Arguments) -> None:
-    """Allow the plain attention, too.
+    """Also allow the plain attention.
 
     Programs choose flash and memory-efficient attention for speed; every device has the plain one.
     """
@@ -202,7 +201,7 @@ def _eagerly(arguments: Arguments) -> None:
 
 
 def _turn_off(config: Any) -> None:
-    """Let compiled models that arrive run eagerly, too.
+    """Also let compiled models among the notebook's variables run eagerly.
 
     A value that is set would hold in one context only, so this changes the default.
     """

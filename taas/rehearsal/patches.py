@@ -1,4 +1,4 @@
-"""Replaces torch's entry points in place, under their own names; each is a line of a table."""
+"""Replaces torch's entry points in place, under their own names, as listed in tables."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -
 
 
 def replace_everywhere(owner: Any, name: str, new: Any) -> None:
-    """Replace a function, also in modules of torch.distributed that imported it by name."""
+    """Replace a function, including in modules of torch.distributed that imported it by name."""
     old = getattr(owner, name)
     setattr(owner, name, new)
     if inspect.ismodule(owner):
@@ -76,9 +76,9 @@ def overridable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stand_in(name: str, real: type, make: Callable[..., Any], module: str = "torch") -> type:
-    """Return a class in the place of one of torch's that cannot be patched.
+    """Return a class that replaces one of torch's that cannot be patched.
 
-    A call of it calls ``make``, and objects of the real class are its instances.
+    Calling it calls ``make``, and objects of the real class are its instances.
     """
 
     class Meta(type):

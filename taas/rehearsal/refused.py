@@ -1,7 +1,7 @@
-"""Refuses by name, at the call, whatever cannot be rehearsed.
+"""Rejects calls that cannot be rehearsed, with an error that names the function.
 
-No import fails except cupy's, as if it were not installed. So libraries that import these modules
-and never use them work.
+No import fails except cupy's, as if it were not installed. Libraries that import these modules and
+never use them therefore work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import comm  # where torch.cuda.comm has its names from
+from torch.nn.parallel import comm  # torch.cuda.comm imports its names from there
 
 from taas.base.import_hooks import after_import, around_import
 from taas.errors import CannotRehearse
@@ -44,7 +44,7 @@ TORCH_CUDA = {
     ),
     "_compile_kernel": KERNELS,
 }  # fmt: skip
-_REFUSED = (  # a module, the name that messages give it (if another), and the refused names
+_REFUSED = (  # a module, its name in messages, and the rejected names with the reasons
     (torch.cuda, "torch.cuda", TORCH_CUDA),
     (torch.cuda.graphs, "torch.cuda",
      {name: why for name, why in TORCH_CUDA.items() if why == GRAPHS}),
@@ -90,7 +90,7 @@ def _refuse_names(module: Any, called: str, table: dict[str, str]) -> None:
 
 
 def _refuse_cuda_sources(module: Any) -> None:
-    """Refuse CUDA sources in ``torch.utils.cpp_extension``, which builds C++ extensions."""
+    """Reject CUDA sources in ``torch.utils.cpp_extension``, which builds C++ extensions."""
     for name in ("load", "load_inline"):
         rewrite_calls(module, name, functools.partial(_check_sources, name))
 
@@ -107,7 +107,7 @@ def _check_sources(function: str, given: Arguments) -> None:
 
 
 def _refuse_triton(module: Any) -> None:
-    """Refuse to launch kernels in ``triton.runtime.jit``; to define them is allowed."""
+    """Reject launches of kernels in ``triton.runtime.jit``; defining kernels is allowed."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise CannotRehearse(
@@ -118,7 +118,10 @@ def _refuse_triton(module: Any) -> None:
 
 
 def _refuse_nvml(module: Any) -> None:
-    """Refuse to initialise ``pynvml``; code that can do without NVML catches NVML's own error."""
+    """Reject the initialisation of ``pynvml``.
+
+    Code that can work without NVML catches NVML's error.
+    """
 
     class NVMLCannotBeRehearsed(CannotRehearse, module.NVMLError_LibraryNotFound):
         __str__ = Exception.__str__
@@ -131,7 +134,7 @@ class _CupyCannotBeRehearsed(CannotRehearse, ImportError):
 
 
 def install() -> None:
-    """Refuse names in torch, and in libraries that may be imported later."""
+    """Reject functions of torch, and of libraries that may be imported later."""
     for module, called, table in _REFUSED:
         _refuse_names(module, called, table)
     after_import("torch.utils.cpp_extension", _refuse_cuda_sources)

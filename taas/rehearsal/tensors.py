@@ -1,11 +1,11 @@
 """Keeps tensors, storages and modules on the CPU when a program moves them to a CUDA device.
 
-A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom
-kernels are not taken. A tensor that is moved to a device is copied, except for parameters and
-tensors that require a gradient: a leaf has to stay the leaf that an optimizer has, and on a GPU a
-tensor that is there already stays the same object, frozen or not. ``x.cpu()`` and ``x.to("cpu")``
-copy, as they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must
-not find the last one there.
+A tensor reports its real device (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to
+custom kernels are not taken. A tensor that is moved to a device is copied, except for parameters
+and tensors that require a gradient: a leaf has to remain the leaf that an optimizer references,
+and on a GPU a tensor that is there already stays the same object, frozen or not. ``x.cpu()`` and
+``x.to("cpu")`` copy, as they do from a GPU: a program that stores ``{name: p.cpu() for …}`` as its
+best model must not find the last model's values there.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ TENSOR: dict[str, Any] = {
     "type": _tensor_type,
     "pin_memory": _itself,
     "is_pinned": always(False),
-    "record_stream": always(None),  # no work is ever under way that could outlive a tensor
+    "record_stream": always(None),  # no work is ever in progress that could outlive a tensor
 }
 
 
@@ -126,8 +126,9 @@ def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> 
 
 
 _legacy: dict[Any, Any] = {}
-"""The CPU's types for ``torch.cuda.FloatTensor`` and the like. They make CPU tensors, and no tensor
-is an instance of them.
+"""The CPU's types for ``torch.cuda.FloatTensor`` and the like.
+
+They create CPU tensors, and no tensor is an instance of them.
 """
 
 
@@ -155,9 +156,9 @@ def _cpu_type(dtype: Any) -> Any:
 
 
 def _deserialize(storage: Any, location: str) -> Any:
-    """Load a checkpoint that was saved on GPUs, or is to go there, onto the CPU.
+    """Load a checkpoint that was saved on GPUs, or is to be loaded to a GPU, onto the CPU.
 
-    ``map_location`` may ask for a GPU in any form.
+    ``map_location`` may request a GPU in any form.
     """
     if not location.startswith("cuda"):
         return None
@@ -177,7 +178,7 @@ _BEFORE_TORCHS_OWN = 5  # torch's deserializer for the CPU has priority 10, for 
 def _whole_forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
     """Compute in one process what ``nn.DataParallel`` computes.
 
-    In a run of several ranks ``adopt`` replaces this.
+    In a run with several ranks, ``adopt`` replaces this.
     """
     return self.module(*inputs, **kwargs)
 
@@ -186,8 +187,8 @@ def install() -> None:
     """Replace the functions that move tensors, storages and modules, and that load them."""
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
     replace_all(torch.Tensor, {name: overridable(new) for name, new in TENSOR.items()})
-    # torch makes only this table of such methods at import: the methods of a parameter without a
-    # shape.
+    # This is the only table of such methods that torch builds at import: the methods of a
+    # parameter without a shape.
     tables: Any = nn.UninitializedParameter
     tables._allowed_methods += [torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu]
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)
