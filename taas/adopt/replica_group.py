@@ -1,9 +1,9 @@
 """The exchange between DataParallel's replicas: messages, and tensors that autograd follows.
 
 The process group is not torch's default one, which belongs to the program and may never exist. But
-it is made and registered like torch's own groups: torch chooses its backends, and code that ends or
-breaks off all groups finds it. Messages and CPU tensors go through gloo, CUDA tensors through NCCL,
-or through gloo if ranks share a GPU, which NCCL refuses.
+it is created and registered like torch's own groups: torch chooses its backends, and code that
+ends or aborts all groups finds it. Messages and CPU tensors go through gloo, CUDA tensors through
+NCCL, or through gloo if ranks share a GPU, which NCCL rejects.
 
 Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside,
 each rank has its own slice of the batch. The graph that autograd sees in one rank::
@@ -25,7 +25,7 @@ come out as those of the whole batch, once.
 **The token** is a scalar 0 without a meaning of its own. Both functions have collectives in their
 backward, in which all ranks must meet. In a rank that has no samples (fewer samples than ranks) the
 module does not run, so no other edge leads from ``Outward`` to ``Inward``: autograd would not call
-Inward's backward there, and the other ranks would wait in its collective for ever. The edge of the
+Inward's backward there, and the other ranks would wait in its collective forever. The edge of the
 token is there in every rank.
 """
 
@@ -79,7 +79,7 @@ class ReplicaGroup:
         """The tensors of the last collective.
 
         The thread that frees a tensor needs the GIL. If gloo's thread freed one while the group is
-        destroyed, it would wait for this thread, which waits for it.
+        destroyed, it would wait for this thread, which waits for gloo's.
         """
 
     @property

@@ -168,20 +168,22 @@ def _shut(found: TcpSocket) -> None:
         ours.shutdown(socket.SHUT_RDWR)
 
 
-# -------------------------------------------------------------- on GPUs, in every torch from 2.6 on
+# -------------------------------------------------------------- on GPUs, in every torch from 2.6
+# on
 #
-# * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since. Its ``abort()``
-#   returns. Its watchdog may still end the process, when it sees the abort of another rank before
-#   its own (``TORCH_NCCL_ASYNC_ERROR_HANDLING``).
+# * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since then. Its
+#   ``abort()`` returns. Its watchdog may still end the process, when it sees the abort of another
+#   rank before its own (``TORCH_NCCL_ASYNC_ERROR_HANDLING``).
 # * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its ``abort()`` and ``shutdown()`` while
 #   an operation waits, and its watchdog at a time-out, end the process with SIGABRT before any
-#   ``finally`` (pytorch's pull requests 191948 and 192105). So ranks get the old one under the name
-#   ``nccl``, unless the notebook's environment has ``TORCH_DIST_USE_NCCL2``. A group of the new
-#   kind is never aborted: what waits in it waits until the rank is ended. torch reads the variable
-#   when it registers the name, and never again. So the variable is set around the registration,
-#   wherever that is.
+#   ``finally`` (pytorch's pull requests 191948 and 192105). Ranks therefore get the old one under
+#   the name ``nccl``, unless the notebook's environment has ``TORCH_DIST_USE_NCCL2``. A group of
+#   the new kind is never aborted: a wait in it lasts until the rank is ended. torch reads the
+#   variable when it registers the name, and never again. Therefore the variable is set around the
+#   registration, in the forkserver or in the rank.
 #
-# This is from torch's sources and the texts of its library; tests/test_adopt_gpu.py needs GPUs.
+# These facts are from torch's sources and the strings in its library; tests/test_adopt_gpu.py
+# needs GPUs.
 
 ABORT_SECONDS = 10.0
 _CHOICE_OF_NCCL = "TORCH_DIST_USE_NCCL2"
@@ -308,10 +310,10 @@ def is_in_a_collective(thread: int) -> bool:
 
 # ---------------------------------------------------------------- the pending collective
 #
-# torch's flight recorder knows it
+# torch's flight recorder contains it
 # (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). It records gloo's
-# collectives in newer releases, without a variable for it, and NCCL's if ``TORCH_FR_BUFFER_SIZE``
-# or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is not 0. Otherwise the collective is not known.
+# collectives by default in newer releases, and NCCL's if ``TORCH_FR_BUFFER_SIZE`` or
+# ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is not 0. Otherwise the collective is unknown.
 
 
 def pending_collective() -> str:

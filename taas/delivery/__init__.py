@@ -3,14 +3,17 @@
 ::
 
     planner ──Planned──► coordinator ──Tickets──► data workers (on M data VMs)
-    (user's sampler)      (ledger)  ◄──Results──   │ elements
+    (user's sampler)      (ledger)  ◄──Results──   │ batches
                              ▲                     ▼
                              └──────Progress───── ranks
 
-An *element* is one item that a loader yields, usually a batch; most texts here call it a batch.
-The arrows are structs of ``protocol.delivery_messages``. One coordinator per run owns the plan's
-ledger and the shared slabs, and unpickles nothing. The user's sampler runs in a separate planner
-process, the user's dataset in data workers forked from one process per data VM (a machine whose
-CPUs load data). Batches go directly from worker to rank: through a slab of shared memory on one
-host, as zmq frames between hosts. ``docs/delivery.md`` explains the guarantees.
+A *batch* here is one item that a loader yields, even if the loader does not batch; identifiers and
+messages call it an element. A *data VM* is a machine whose CPUs run data workers. The arrows are
+structs of ``taas.protocol.delivery_messages``.
+
+One coordinator per run owns the plan's ledger and the shared slabs, and unpickles nothing. The
+user's sampler runs in a separate planner process, and the user's dataset in data workers that are
+forked from one process per data VM. Batches go directly from worker to rank: through a slab of
+shared memory on one host, as zmq frames between hosts. ``docs/delivery.md`` explains the
+guarantees.
 """

@@ -46,7 +46,7 @@ class LoaderParts:
     plain: bool = False  # not a DataLoader: its batches are delivered as they are
 
     def iterable_length(self) -> int:
-        """Return how many batches an iterable dataset reports.
+        """Return the number of batches of an iterable dataset, by the length that it reports.
 
         Raises a TypeError if it reports no length.
         """

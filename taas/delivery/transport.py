@@ -104,7 +104,7 @@ class ControlClient:
         self._read = MessageReader(hears)
 
     def send(self, message: Message | list[Result]) -> None:
-        """Send a message."""
+        """Send a message to the coordinator."""
         self.socket.send(pack(message))
 
     def receive(self, flags: int = 0) -> Any:

@@ -3,7 +3,7 @@
 Ranks are new processes. A cell that uses transformers, trl and peft spends seconds importing them,
 each time. The forkserver cannot import them for all ranks: at import, a library checks which rank
 it is in and whether there is a notebook, starts threads, and creates ids that no two processes may
-share. So each process imports them for itself when it already is the rank (entry.become_rank):
+share. So each process imports them for itself when it already is the rank (prepared.become_rank):
 after a run, the agent expects another one like it.
 
 The next job may be a different one. One comparison (:meth:`ReadyAhead.fits`) decides: it compares

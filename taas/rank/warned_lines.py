@@ -2,7 +2,7 @@
 
 ``warnings.warn(…, stacklevel=2)`` in a library function, or a warning from C code, reports the
 caller. That is taas if a function of taas replaces the library's (``rehearsal``, ``adopt``,
-``storage``). Such a warning is issued again for the line that called taas, so that the user's
+``project.wall``). Such a warning is issued again for the line that called taas, so that the user's
 filters, and Python's rule that one line warns once, apply to that line.
 """
 

@@ -1,23 +1,23 @@
 """The project files that ranks other than 0 wrote: where they are, and what happens to them.
 
-Each start of a run has a folder of its own for them, within the run's::
+Each start of a run has its own folder for them, within the run's::
 
     writes/since            when the start began, by the clock of the project's file system;
-                            it is removed when the start is sorted
+                            it is removed once the start's files are sorted
     writes/rank<k>/tree/    the files of a rank (project/wall/table.py)
 
-At the end, ``sort_writes`` puts files that belong to rank 0's saves into these (``saves``). It
-removes the files that rank 0 wrote, too, in this start or a later one: those that changed in the
+At the end, ``sort_writes`` adds files that belong to rank 0's saves to them (``saves``). It
+removes the files that rank 0 also wrote, in this start or a later one: those that changed in the
 project since then (by ``ctime``, which no program can set back, so that rank 0 need not be
-observed). All other files are rescued, also those in doubt. Files of rank 0 here are those that
-found no place in the project (project/sync/applier.py); they are rescued as well. ``recover``
-copies rescued files; they are removed with the run's folder (runs/records.py).
+observed). All other files are rescued, including those in doubt. Files of rank 0 in this folder
+are those that could not be placed in the project (project/sync/applier.py); they are rescued as
+well. ``recover`` copies rescued files; they are removed with the run's folder (runs/records.py).
 
-A checkpoint with a file of each rank is completed earlier. In ``torch.distributed.checkpoint``
-every rank writes its part; then rank 0 writes the list of the parts (``finish``). Ranks of this VM
-have written theirs to their scratch, and rank 0, which writes the project, moves them: the
-checkpoint is complete, and can be loaded in the same cell. Rank 0 cannot reach the parts of other
-VMs' ranks.
+A checkpoint that contains a file of each rank is completed earlier. In
+``torch.distributed.checkpoint`` every rank writes its part; then rank 0 writes the list of the
+parts (``finish``). Ranks of this VM have written theirs to their scratch folders, and rank 0,
+which writes the project, moves them: the checkpoint is complete, and can be loaded in the same
+cell. Rank 0 cannot access the parts of ranks on other VMs.
 """
 
 from __future__ import annotations
