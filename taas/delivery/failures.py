@@ -143,8 +143,8 @@ def _line_of(entry: types.TracebackType) -> _Line:
 def _rebuild(raised: _Raised, *, is_first: bool) -> BaseException:
     """Return the exception, or a DeliveryError that replaces it.
 
-    That replaces exceptions that cannot be rebuilt, and those that would silently end a loop or
-    the cell (StopIteration, SystemExit).
+    The DeliveryError replaces exceptions that cannot be rebuilt, and those that would silently end
+    a loop or the cell (StopIteration, SystemExit).
     """
     error: Any = None if raised.pickled is None else pickle.loads(raised.pickled)
     if isinstance(error, NameError):

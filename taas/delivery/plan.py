@@ -69,17 +69,14 @@ class Work:
     leases: list[Lease] = field(default_factory=list)
     nbytes: int = 0  # bytes that it counts for as work ahead of its rank
     deaths: int = 0
-    poison: str = ""  # how the workers that made it died, if no worker shall make it again
+    poison: str = ""  # how the workers that made it died, if no worker is to make it again
     over: bool = False  # its rank has consumed it, or no rank needs it any more
     released: bool = False  # its rank neither uses its memory, nor will read it later
     queued: bool = False  # waits to be leased again
 
     @property
     def given_up(self) -> str:
-        """Return how the workers that made it died, if no worker shall make it again.
-
-        Otherwise "".
-        """
+        """Return how its workers died, if no worker is to make it again; otherwise ""."""
         return self.plan.poison if self.seq >= self.plan.furthest else self.poison
 
     @property
@@ -130,7 +127,7 @@ class Plan:
     furthest: int = 0  # of a stream: number of batches made
     # of a stream: its furthest batch, and how many workers in turn died without passing it
     deaths: tuple[int, int] = (0, 0)
-    poison: str = ""  # of a stream: how its workers died, if no worker shall make further batches
+    poison: str = ""  # of a stream: how its workers died, if no worker is to make further batches
     base_seed: int | None = None  # source of the batches' seeds; None until the planner sends it
     rows: int = 0  # complete rows, that is, steps planned for every rank
     asked: bool = False  # a request to the planner is open

@@ -52,7 +52,7 @@ class LoaderState:
     def ready(self) -> int:
         """Count the batches that are made and not consumed.
 
-        A batch whose maker died counts when it is made again.
+        A batch whose worker died counts when it is made again.
         """
         return sum(
             work.is_made and not work.over

@@ -70,7 +70,10 @@ class AgentLink:
 
     @property
     def in_cell(self) -> bool:
-        """Whether this process is the rank, and its cell runs, so that the agent is heard."""
+        """Whether this process is the rank, and its cell is running.
+
+        Only then does it handle the agent's messages about the cell.
+        """
         return self.in_rank and self.last_word.is_open
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank's main thread is doing, as another thread finds out while a cell runs.
+"""Find out, from another thread, what a rank's main thread is doing while a cell runs.
 
 The main thread runs the cell, and may be in C code for seconds or forever. It can receive two
 requests, each by a real-time signal whose handler runs before the main thread's next line of
@@ -9,9 +9,9 @@ Python:
 * to **stop** the cell and pack the variables (:data:`~taas.rank.last_word.STOP`).
 
 While it does neither, it is in C code, and :meth:`MainThreadWatch.ask_again` finds out what that
-code does. Code that uses the processor or a disk (it saves a large model) gets the time that it
-needs. Code that sleeps may be waiting for other ranks. While C code holds the GIL, nothing here
-can run.
+code does. Code that uses the processor or a disk (for example, to save a large model) gets the
+time that it needs. Code that sleeps may be waiting for other ranks. While C code holds the GIL,
+nothing here can run.
 
 The main thread runs :meth:`~MainThreadWatch.begin_cell` and, as a signal handler,
 :meth:`~MainThreadWatch._give_sign`. A separate thread aborts waits, since NCCL's abort takes

@@ -42,7 +42,7 @@ from taas.rank_storage import Guard
 _FEWEST = 100
 """The smallest number of modules that is worth it: they take about 0.1 s to import.
 
-Importing fewer costs the next cell less than checking its ranks does.
+Importing fewer modules costs the next cell less than a spare process that turns out to be unfit.
 """
 _NICER_BY = 10
 _DRAW_FOR_THEMSELVES = ("rich.style",)
@@ -212,7 +212,7 @@ class ReadyAhead:
             return True
         try:
             importlib.import_module(name)
-        except BaseException:  # including SystemExit: the cell shall meet any error itself
+        except BaseException:  # including SystemExit: the cell itself is to raise any error
             return False
         return True
 

@@ -273,8 +273,8 @@ class Denial:
                         c if isinstance(c, str) else c.decode(errors="replace") for c in captured
                     )
                 )
-            # An OSError of another kind has other causes. If its path is in the project, it was
-            # handled above.
+            # For an OSError only WALL_SAID counts: its errno may have other causes, and if its
+            # path is in the project, that path was found above.
             if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
                 return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
