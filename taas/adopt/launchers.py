@@ -247,7 +247,7 @@ class Adopter:
 
 
 def _without_torchrun_variables() -> contextlib.AbstractContextManager[None]:
-    """Keep children that start inside from taking themselves for ranks."""
+    """Keep children that start inside from mistaking themselves for ranks."""
     elastic = (name for name in os.environ if name.startswith("TORCHELASTIC_"))
     return _environment(dict.fromkeys((*TORCHRUN_VARIABLES, *elastic)))
 

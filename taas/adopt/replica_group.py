@@ -23,10 +23,11 @@ rank's own slice back, without a sum over ranks, because every rank computes the
 come out as those of the whole batch, once.
 
 **The token** is a scalar 0 without a meaning of its own. Both functions have collectives in their
-backward, in which all ranks must meet. In a rank that has no samples (fewer samples than ranks) the
-module does not run, so no other edge leads from ``Outward`` to ``Inward``: autograd would not call
-Inward's backward there, and the other ranks would wait in its collective forever. The edge of the
-token is there in every rank.
+backward, in which all ranks must meet. In a rank that has no samples (fewer samples than ranks)
+the module runs on a detached copy of replica 0's slice, and its output is dropped. If, for
+example, the module has no parameters, no other edge leads from ``Outward`` to ``Inward``: autograd
+would not call Inward's backward there, and the other ranks would wait in its collective forever.
+The edge of the token exists in every rank.
 """
 
 from __future__ import annotations
@@ -282,8 +283,8 @@ class Inward(torch.autograd.Function):
     def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sum or join the ranks' gradients; tensors that a replica did not use arrive as zeros."""
         (token,) = ctx.saved_tensors
-        # The token takes part because, for second derivatives as well, a rank without samples has
-        # no other edge to this node.
+        # The token takes part because, for second derivatives as well, a rank without samples may
+        # have no other edge to this node.
         outer_grads = Outward.apply(ctx.crossing, token + token_grad, *inner_grads)
         return None, *(
             grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True)

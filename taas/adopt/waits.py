@@ -80,7 +80,7 @@ class Waits:
         """Make every wait of this rank fail, including those in the store's files.
 
         Called by a thread that does not wait itself. NCCL comes first: if a communicator's sockets
-        fail before it is aborted, NCCL takes that for a network error, and torch's watchdog may
+        fail before it is aborted, NCCL treats that as a network error, and torch's watchdog may
         end the process.
         """
         backends = nccl_backends()

@@ -155,7 +155,7 @@ class MainThreadWatch:
         self._repeats_interrupt = True
         signal.pthread_kill(self._thread, NOTICE)
 
-    # ------------------------------------------------------------ and asks again
+    # ------------------------------------------------------------ repeated requests
 
     def ask_again(self) -> None:
         """Find out what an unresponsive main thread is doing, and make it respond.
@@ -165,27 +165,27 @@ class MainThreadWatch:
         is why each branch does what is right in both cases:
 
         1. *It handles a KeyboardInterrupt.* SIGINT was raised in it before NOTICE's handler could
-          run, and its ``except`` or ``finally`` has entered C code since, perhaps a collective in
-          which ranks meet. It has noticed the interrupt, so this counts as its sign, and nothing
-          is aborted. If it has left that C code meanwhile, it gives the sign itself, and a second
-          sign makes no difference. When the variables are requested, handling an interrupt does
-          not count: patience is over.
+           run, and its ``except`` or ``finally`` has entered C code since, perhaps a collective in
+           which ranks meet. It has noticed the interrupt, so this counts as its sign, and nothing
+           is aborted. If it has left that C code meanwhile, it gives the sign itself, and a second
+           sign makes no difference. When the variables are requested, handling an interrupt does
+           not count: patience is over.
         2. *It uses the processor or a disk.* It carries out the request when it returns. The agent
-          is told once that the main thread is at work, after the time that a sleeping one is
-          given.
+           is told once that the main thread is at work, after the time that a sleeping one is
+           given.
         3. *It sleeps.* NOTICE is sent again in any case. A signal ends a system call with EINTR,
-          after which Python runs the handler, only if it arrives during the call. The first one
-          may have arrived after the last line of Python and before the call: its handler is due,
-          but the call sleeps on. A second one arrives while it sleeps.
+           after which Python runs the handler, only if it arrives during the call. The first one
+           may have arrived after the last line of Python and before the call: its handler is due,
+           but the call sleeps on. A second one arrives while it sleeps.
         4. *It has slept for a second.* No signal wakes it, so it waits inside C code, most
-          probably for other ranks. That wait is aborted, once in a cell. If it returns by itself
-          at that moment, its next collective fails instead, and the cell is about to end anyhow.
+           probably for other ranks. That wait is aborted, once in a cell. If it returns by itself
+           at that moment, its next collective fails instead, and the cell is about to end anyhow.
         5. *The variables are requested, and it has slept for long enough.* This thread packs them.
-          The main thread may wake at this very moment. But STOP was sent to it when the variables
-          were requested, and a signal that has arrived is never lost: before its next line of
-          Python it runs :meth:`LastWord._stop_here`. Whichever thread is first claims the last
-          word. If it is the main thread, this one has nothing to do; if it is this one, the main
-          thread waits there and changes no variables while they are packed.
+           The main thread may wake at this very moment. But STOP was sent to it when the variables
+           were requested, and a signal that has arrived is never lost: before its next line of
+           Python it runs :meth:`LastWord._stop_here`. Whichever thread is first claims the last
+           word. If it is the main thread, this one has nothing to do; if it is this one, the main
+           thread waits there and changes no variables while they are packed.
         """
         if not self._names_wanted and self._handles_interrupt():
             os.eventfd_write(self.source, 1)

@@ -237,7 +237,7 @@ def _make_shell(preparation: Preparation, outlet: Outlet) -> RankShell:
     )
     if of_kernel:
         shell.kernel = None  # pandas checks whether the attribute exists
-    for prompt in ("ps1", "ps2", "ps3"):  # Lightning takes a process that has them for a notebook
+    for prompt in ("ps1", "ps2", "ps3"):  # Lightning treats a process that has them as a notebook
         if hasattr(sys, prompt):
             delattr(sys, prompt)
     warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)

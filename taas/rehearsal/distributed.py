@@ -153,7 +153,7 @@ def _rewrite_mesh(arguments: Arguments) -> None:
 
 
 def _split_unnoticed(*args: Any, out: Sequence[Tensor], **kwargs: Any) -> None:
-    """Copy from the tensors that FSDP2 has gathered without changing version counters.
+    """Copy from tensors that FSDP2 has gathered; preserve the version counters of ``out``.
 
     torch 2.6 relies on CUDA's kernel, which autograd does not count as a change.
     """
