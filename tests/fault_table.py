@@ -70,6 +70,24 @@ CELLS = {
 """What runs in each state. Only rank 0 packs its names; idle and kept are what comes after their
 cells.
 """
+STEPS = """
+import torch
+import torch.distributed as dist
+for step in range(25):
+    steps.append(len(steps))
+    total = len(steps)
+    batch = next(batches, None) if loads else None
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.02)
+"""
+STEPPING = {
+    "training": f"#pragma taas --gpus 2\nloads = False{STEPS}",
+    "delivering": (
+        f"#pragma taas --gpus 2 --cpus 1\nloads, batches = True, iter(slow){STEPS}del batches"
+    ),
+    "kept": f"#pragma taas --gpus 2 --keep\nloads = False{STEPS}",
+}
+"""Cells that take half a second, and go on by themselves."""
 HELPERS = ("supervisor", "agent", "forkserver")
 DATA_HELPERS = ("coordinator", "planner", "pool", "worker", "data agent")
 
@@ -307,6 +325,27 @@ class Stage:
             (self._place / "go").touch()
         ran = self.notebook.end() if self._cell_runs else Ran()
         self._cell_runs = False
+        return ran
+
+    def interrupt_at(self, state: str, moment: float, again: float | None) -> Ran:
+        """Start a cell and interrupt it so many seconds later; and ``again`` so long after that.
+
+        Returns how it ended.
+        """
+        if state == "delivering" and not self._has_loader:
+            self.notebook.good(LOADER)
+            self._has_loader = True
+        self._state = state
+        self.notebook.good("steps, total = [], 0")
+        self.notebook.start(STEPPING[state])
+        if not self.notebook.ends_within(moment):
+            self.notebook.interrupt()
+            if again is not None and not self.notebook.ends_within(again):
+                self.notebook.interrupt()
+        ran = self.notebook.end()
+        assert self.notebook.value("len(steps) - total in (0, 1)") == "True"
+        if state == "kept":
+            self.notebook.good("%taas release")
         return ran
 
     def check(self) -> None:

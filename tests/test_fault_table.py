@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_table import CELLS, DATA_HELPERS, HELPERS, Fault, Stage, kernel_deaths, table
+from fault_table import CELLS, DATA_HELPERS, HELPERS, STEPPING, Fault, Stage, kernel_deaths, table
 from notebook_harness import gone
 
 pytestmark = pytest.mark.slow
@@ -97,4 +97,22 @@ def test_random_faults(stage: Stage) -> None:
         stopped = any(fault.how == "SIGSTOP" for fault in faults)
         ran = stage.follow(ends if stopped else dice.choice((ends, "goes on")))
         assert ran.ename in ("", "KeyboardInterrupt", "RunLost", "CellFailed"), ran
+        stage.check()
+
+
+@pytest.mark.timeout(7200)
+def test_random_interrupts(stage: Stage) -> None:
+    """One or two presses, at any moment from the capture of the cell to after its end.
+
+    What the notebook has then is one state of rank 0, or what it had before.
+    """
+    seed = SEED or random.randrange(1, 1 << 32)
+    print(f"TAAS_FAULTS_SEED={seed}")
+    dice = random.Random(seed)
+    for _ in range(COUNT):
+        state, moment = dice.choice(list(STEPPING)), dice.uniform(0, 2)
+        again = dice.choice((None, None, dice.uniform(0, 1)))
+        print(f"{state} after {moment:.2f} s", "" if again is None else f"and {again:.2f} s")
+        ran = stage.interrupt_at(state, moment, again)
+        assert ran.ename in ("", "KeyboardInterrupt"), ran
         stage.check()
