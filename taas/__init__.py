@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from taas.calls import run, submit
     from taas.capture.moves.collected import collected
     from taas.dataloader_registry import register, resume, unregister
+    from taas.past_runs import history
 
 __all__ = [
     "TaasError",
     "collected",
+    "history",
     "load_ipython_extension",
     "register",
     "resume",
@@ -34,6 +36,7 @@ _HOMES = {
     "collected": "taas.capture.moves.collected",
     **dict.fromkeys(("register", "resume", "unregister"), "taas.dataloader_registry"),
     **dict.fromkeys(("run", "submit"), "taas.calls"),
+    "history": "taas.past_runs",
 }
 """For each attribute that is imported at its first use: the module that defines it."""
 

@@ -38,7 +38,7 @@ from taas.notebook.steering import Frontend, do
 from taas.notebook.supervisor_client import release_ahead, start_ahead
 from taas.notebook.view.cell_output import CellOutput, Screen
 from taas.notebook.view.live_view import UpdatedView, attach, mend_lines, show_live_table
-from taas.notebook.view.tables import Shown
+from taas.notebook.view.shown import Shown
 from taas.protocol.records import RunRecord, in_words
 
 __all__ = [

@@ -297,7 +297,7 @@ def test_a_background_run_notifies(notebook: Notebook) -> None:
     notebook.end()
     (notebook.folder / "go-on").touch()
     said = heard(notebook, "new Notification(")["text/html"]
-    assert '["told failed", "rank 0: ValueError: at night"]' in said
+    assert '["told failed", "rank 0: cell line 5: ValueError: at night"]' in said
     assert re.search(r"if\(Date\.now\(\)/1e3<\d+\)new Notification", said)
     ran = notebook.run("%taas attach told")
     assert ran.ename == "CellFailed"
@@ -318,7 +318,7 @@ CUT_OFF = {
     # what the run shows of that, a front end that restarts its kernel does not show any more
     "interrupted by a restart": ("", "interrupted"),
     "done when the page was closed": ("", "done"),
-    "failed when the page was closed": ("", "failed: rank 0: ValueError: at night"),
+    "failed when the page was closed": ("", "failed: rank 0: cell line 6: ValueError: at night"),
 }
 
 

@@ -520,7 +520,10 @@ def test_a_notification_of_the_end(room: Room) -> None:
     person.sees("told failed")
     person.page.wait_for_function("window.told.length == 2", timeout=_PATIENCE)
     told = person.page.evaluate("window.told")
-    assert told == ["asked", ["told failed", {"body": "rank 0: ValueError: </script>"}]]
+    assert told == [
+        "asked",
+        ["told failed", {"body": "rank 0: cell line 2: ValueError: </script>"}],
+    ]
 
 
 def test_a_debugger_in_a_rank(room: Room) -> None:

@@ -17,6 +17,7 @@ from notebook_harness import Notebook, gone, terminal
 from taas.errors import HeaderError
 from taas.notebook.steering import do
 from taas.notebook.verbs import VERBS, help_text
+from taas.runs.curves import read_curves
 from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow
@@ -191,9 +192,8 @@ def test_top_is_drawn_anew(notebook: Notebook) -> None:
     os.close(ours)
     assert "drawn done" in drawn.rpartition(b"\x1b[J")[2].decode()
     notebook.good("%taas attach drawn")
-    assert next(run for run in read_records() if run.name == "drawn").curve, (
-        "what %taas history draws was not kept"
-    )
+    drawn_run = next(run for run in read_records() if run.name == "drawn")
+    assert read_curves(drawn_run.folder).busy, "what %taas history draws was not kept"
 
 
 def test_release_gives_warm_machines_back(notebook: Notebook) -> None:

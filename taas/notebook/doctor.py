@@ -22,7 +22,8 @@ from taas.base.wording import counted, size_in_words
 from taas.engines.gpus import lacks_uvm, present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import Settings, own_address, slurm
 from taas.errors import EngineError
-from taas.notebook.view.tables import Shown, plain, table
+from taas.notebook.view.shown import Shown
+from taas.notebook.view.tables import plain, table
 from taas.project.wall import walls
 from taas.versions import differing_versions, versions
 

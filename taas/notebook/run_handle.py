@@ -12,10 +12,12 @@ from taas.base.wording import counted, shown_path
 from taas.capture.moves.collected import values_of
 from taas.errors import CaptureError, RunLost, RunStopped, TaasError
 from taas.notebook.view.live_view import LiveDisplay, what_next
-from taas.notebook.view.tables import Shown, plain
+from taas.notebook.view.shown import Shown
+from taas.notebook.view.tables import plain
 from taas.notebook.view.watched_run import render_run
 from taas.protocol.clients import RunRequest
 from taas.protocol.records import RunRecord
+from taas.runs.curves import read_curves
 from taas.runs.events import RankEvents, plain_form, read_arguments
 from taas.runs.reader import RunReader, finish
 from taas.runs.records import read_record
@@ -156,6 +158,16 @@ class RunHandle:
                     if output.body
                     else output.text
                 )
+
+    @property
+    def curves(self) -> dict[str, list[float]]:
+        """The numbers that the cell has printed behind words until now, such as ``loss 0.43``.
+
+        By word, up to three. More than 256 values of one are thinned out: the first and the last
+        stay, and the lowest and the highest of each part.
+        """
+        found = read_curves(self.folder).numbers
+        return {name: curve.values for name, curve in found.items()}
 
     # -------------------------------------------------------------------- display
 

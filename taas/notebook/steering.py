@@ -31,7 +31,7 @@ from taas.notebook.supervisor_client import get_supervisor
 from taas.notebook.verbs import VERBS, help_text
 from taas.notebook.view import tables
 from taas.notebook.view.cell_output import Screen, TerminalOutput, follow, plain_among, say
-from taas.notebook.view.tables import Shown
+from taas.notebook.view.shown import Shown
 from taas.notebook.view.watched_run import in_full
 from taas.project.wall.rescued import recover, rescued_versions, sort_writes
 from taas.protocol.clients import Prepare, Released, RunRequest, Stacks

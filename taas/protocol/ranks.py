@@ -60,6 +60,8 @@ class RankEnded(Message, frozen=True):
         at: the wall-clock time of its machine, in seconds since the epoch.
         etype: the class name of the exception, or the name of the signal.
         message: the text of the exception, or what is known about the end.
+        line: the line of the cell that raised the exception, or that called the code that raised
+            it; 0 if it is not known.
         answer: rank 0's variables: at the end of the cell, or in their state when it failed or was
             ended.
         notices: lines for the user.
@@ -72,6 +74,7 @@ class RankEnded(Message, frozen=True):
     at: float
     etype: str = ""
     message: str = ""
+    line: int = 0
     traceback: tuple[str, ...] = ()
     answer: Memory | None = None
     notices: tuple[str, ...] = ()

@@ -63,7 +63,6 @@ class RunRecord(Verdict, kw_only=True):
         trouble: what is wrong while the run goes on; after a bad end, what was wrong then.
         questions: questions to the person at the keyboard for whose replies ranks wait.
         use: the resources that its ranks use, in the order of their numbers.
-        curve: how busy the ranks were, in percent, in equal parts of the run's duration.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
         ranks_gone: why kept ranks do not stay any more.
         files: the files that it left for ``%taas attach``, with their sizes in bytes.
@@ -90,7 +89,6 @@ class RunRecord(Verdict, kw_only=True):
     questions: tuple[Asking, ...] = ()
     delivered: Delivered | None = None
     use: tuple[RankUse, ...] = ()
-    curve: tuple[int, ...] = ()
     kept_ranks: tuple[RankKept, ...] | None = None
     ranks_gone: str = ""
     files: dict[str, int] = {}

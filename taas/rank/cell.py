@@ -21,7 +21,7 @@ from taas.base.wording import fitting_lines, text_of
 from taas.capture.moves import collected
 from taas.project.wall.walls import NO_WALL
 from taas.protocol.framing import Memory
-from taas.protocol.ranks import RankEnded, RankOrder, RankStage, RankStart
+from taas.protocol.ranks import Cell, RankEnded, RankOrder, RankStage, RankStart
 from taas.rank.agent_link import AgentLink, Keyboard
 from taas.rank.outlet import Outlet
 from taas.rank.prepared import Prepared
@@ -94,16 +94,31 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
         return RankEnded(rank=start.rank, outcome="done", at=time.time()), value
     if not isinstance(error, Exception):
         shown = lines if isinstance(error, KeyboardInterrupt) else ()
-        return failed(start.rank, error, shown), None
+        ended = failed(start.rank, error, shown)
+        return msgspec.structs.replace(ended, line=_line_of(error, start.order.cell)), None
     lines = lines or "".join(traceback.format_exception_only(error)).splitlines()
     if start.order.cell.spec.post_mortem and not isinstance(error, BdbQuit):
         print("\n".join(lines))  # noqa: T201  the cell shows it
         pdb.post_mortem(error.__traceback__)
     ended = failed(start.rank, error, lines, _reason(error, rank))
+    ended = msgspec.structs.replace(ended, line=_line_of(error, start.order.cell))
     # torch raises a RuntimeError for a collective that was aborted
     if link.broken_off and isinstance(error, RuntimeError):
         ended = msgspec.structs.replace(ended, outcome="interrupted")
     return ended, None
+
+
+def _line_of(error: BaseException, cell: Cell) -> int:
+    """Return the innermost line of the cell that an error comes from; 0 if it is not known."""
+    file = f"<ipython-input-{cell.execution_count}-"
+    if isinstance(error, SyntaxError) and (error.filename or "").startswith(file):
+        return error.lineno or 0
+    line, entry = 0, error.__traceback__
+    while entry is not None:
+        if entry.tb_frame.f_code.co_filename.startswith(file):
+            line = entry.tb_lineno
+        entry = entry.tb_next
+    return line
 
 
 def wait_for_threads(rank: int) -> None:

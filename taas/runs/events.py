@@ -226,6 +226,11 @@ class RankEvents:
                 return found  # otherwise it was only a part of a character
 
     @property
+    def unread(self) -> int:
+        """Return how many bytes of the files were not read yet."""
+        return sum(file.size() - file.offset for file in (self._events, *self._c_files))
+
+    @property
     def _position(self) -> tuple[int, ...]:
         return self._events.offset, *(file.offset for file in self._c_files)
 
@@ -234,15 +239,17 @@ class RankEvents:
         # The order matters: since these sizes are determined first, the events that are read
         # afterwards include everything that the rank printed before it wrote that output to the C
         # files.
-        c_sizes = self._c_files[0].size(), self._c_files[1].size()
+        of_stdout, of_stderr = self._c_files
+        c_sizes = of_stdout.size(), of_stderr.size()
         block = b"" if self._damaged else self._events.peek(_BLOCK)
         at = 0  # the offset of the next record in the block
         left = _BLOCK  # remaining number of bytes to read, for all three files together
         while left > 0 and len(block) - at >= _HEADER.size:
             header = _header_at(block, at)
-            left -= self._take_c_output((header.stdout, header.stderr), left)
-            if left <= 0:
-                break  # the rest of this output precedes the record, and comes with the next block
+            if header.stdout > of_stdout.offset or header.stderr > of_stderr.offset:
+                left -= self._take_c_output((header.stdout, header.stderr), left)
+                if left <= 0:
+                    break  # the rest precedes the record, and comes with the next block
             end = at + header.size
             if end > len(block):
                 # The record is larger than a block, or incomplete: it is being written, or is being

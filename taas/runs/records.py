@@ -4,6 +4,7 @@
 
     <jupyter runtime dir>/taas/runs/<name>-<id>/      0700
         record.json     RunRecord, replaced as a whole at each change
+        curves          the numbers that the cell printed, replaced likewise (runs/curves.py)
         <rank>/         output of the rank (runs/events.py); in restart-<n>/ after a restart
         data.log        output of the data processes; in restart-<n>/ after a restart
         writes/         project files that ranks other than 0 wrote (project/wall/rescued.py)
@@ -12,10 +13,10 @@
         answer          rank 0's variables; only of background runs, for `attach`
         loaders         states of registered loaders; only of background runs, for `attach`
 
-Each file has one writer: the run's supervisor writes the record, and each rank its output. Output
-from other hosts is mirrored here. All other processes only read (runs/reader.py): the launching
-cell, ``status``, ``history``, ``logs`` and ``attach`` need no supervisor. Old runs are removed to
-make space for new ones.
+Each file has one writer: the run's supervisor writes the record and the curves, and each rank its
+output. Output from other hosts is mirrored here. All other processes only read (runs/reader.py):
+the launching cell, ``status``, ``history``, ``logs`` and ``attach`` need no supervisor. Old runs
+are removed to make space for new ones.
 """
 
 from __future__ import annotations

@@ -98,6 +98,7 @@ class Supervisor:
                 self._sources.step(0.0 if self._control.outgoing else wait)
                 for run in self._runs.values():
                     run.hangs.step()
+                    run.curves.step()
                 self._kept.step()
                 self._fleet.step()
                 self._look_after()

@@ -22,7 +22,6 @@ from taas.supervisor.stages import WORDS, Stage, check_step
 
 _RESERVE_BYTES = 64 << 10
 _EXPORTED_BYTES = 64 << 20  # variables of a foreground run are kept up to this size
-_CURVE_PARTS, _MOST_LOOKS = 12, 512
 _USE_SECONDS = 1.0
 """Minimum time between two records of resource usage: each VM, of many, reports separately."""
 
@@ -40,7 +39,6 @@ class Recorder:
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
         self._held: list[int] = []
-        self._busy: list[tuple[float, float]] = []
         self._use: dict[int, RankUse] = {}
         self._use_written = 0.0
         self.stage = Stage.WAITING
@@ -119,10 +117,6 @@ class Recorder:
     def _write_use(self) -> None:
         self._use_written = time.monotonic()
         self.note(use=tuple(self._use[rank] for rank in sorted(self._use)))
-        if any(one.state == "running" for one in self._use.values()):
-            self._busy.append((self._use_written, self.record.busy or 0.0))
-            if len(self._busy) > _MOST_LOOKS:
-                del self._busy[1::2]
 
     def begin_again(self, number: int, loss: str) -> None:
         """Record that the run starts again, and what was lost.
@@ -149,20 +143,9 @@ class Recorder:
             ended=time.time(),
             notices=notices,
             kept_ranks=kept_ranks,
-            curve=self._curve(),
             trouble=None if verdict.outcome == "done" else self.record.trouble,
             questions=(),
         )
-
-    def _curve(self) -> tuple[int, ...]:
-        """Return how busy the ranks were over time, in a small number of samples."""
-        if not self._busy:
-            return ()
-        begin = self._busy[0][0]
-        times = [
-            begin + (time.monotonic() - begin) * part / _CURVE_PARTS for part in range(_CURVE_PARTS)
-        ]
-        return tuple(round([share for at, share in self._busy if at <= then][-1]) for then in times)
 
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
         """Keep the files that ``%taas export`` and, for a background run, ``%taas attach`` need.

@@ -27,6 +27,7 @@ from taas.protocol.delivery_orders import ResumePoint
 from taas.protocol.framing import StoreAddress
 from taas.protocol.ranks import Asking, RankEnded, RankStage
 from taas.protocol.records import output_folder
+from taas.supervisor.curve_watch import CurveWatch
 from taas.supervisor.data_side import DataSide
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.rank_jobs import Findings, JobStage, RankJobs
@@ -101,6 +102,7 @@ class Run:
         self.ranks: RankJobs = RankJobs(self, before)
         self.found = Findings(self._spec, self.ranks)
         self.hangs = HangWatch(self)
+        self.curves: CurveWatch = CurveWatch(self)
         self.data: DataSide | None = None
         if data is not None:
             log = self.output / "data.log"
@@ -417,6 +419,7 @@ class Run:
         self.recorder.begin_again(number, self.loss)
         new.found.notices = self.found.notices
         new._project_sync.follow(self._project_sync)
+        new.curves = CurveWatch(new, self.curves)
         return new
 
     def _settle(self, then: Callable[[Run], None]) -> None:
@@ -429,6 +432,7 @@ class Run:
         self.worker.do(sorts, lambda done: then(done.result()))
 
     def _sort_writes(self, *, well: bool, over: bool) -> Run:
+        self.curves.finish()
         notes, final = ([], b"") if self.data is None else (self.data.notes, self.data.final)
         notices = self.found.notices
         notices += [*notes, *self._project_sync.notices(well=well)]

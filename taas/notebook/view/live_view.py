@@ -24,8 +24,8 @@ from taas.capture.moves.collected import collect
 from taas.delivery.registered import apply_final
 from taas.notebook import pending
 from taas.notebook.view.cell_output import CellOutput, follow, plain_among, say
+from taas.notebook.view.shown import Shown
 from taas.notebook.view.tables import (
-    Shown,
     line,
     mendable,
     mending,

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from taas.base.wording import counted, named, ranks_in_words, shown_path, size_in_words
@@ -15,13 +14,22 @@ from taas.base.wording import shown as on_one_line
 from taas.capture.settings.setup_cells import SetupCell
 from taas.header.catalog import Catalog
 from taas.header.options import SETTINGS
+from taas.notebook.view import drawing
+from taas.notebook.view.shown import Shown
 from taas.protocol.records import RunRecord, runs_root
 from taas.protocol.stacks import StackGroup, Trouble
+from taas.runs.curves import read_curves
 from taas.runs.records import unique_name
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
 _CELL_WIDTH, _WHERE_WIDTH = 44, 120
-_BARS = "▁▂▃▄▅▆▇█"
+_GOOD, _BAD, _STOPPED = (
+    "var(--jp-success-color1, #2e9e4f)",
+    "var(--jp-error-color1, #e0453a)",
+    "var(--jp-warn-color1, #d97706)",
+)
+_COLOURS = {"done": _GOOD, "failed": _BAD, "lost": _BAD, "interrupted": _STOPPED}
+"""Of a run that has ended, by its outcome, on light and on dark pages."""
 _NOTIFY_SECONDS = 60.0
 _STALE_SECONDS = 90
 """A live line changes at least once a minute: its state, its time, or what its ranks use."""
@@ -38,23 +46,6 @@ _NOTIFIES = (
     "Notification.permission==='granted'?show():"
     "Notification.requestPermission().then(p=>p==='granted'&&show())}}</script>"
 )
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A view, as plain text and as HTML."""
-
-    text: str
-    html: str
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": self.text, "text/html": self.html}
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __add__(self, below: Shown) -> Shown:
-        return Shown(f"{self.text}\n{below.text}", self.html + below.html)
 
 
 def span(seconds: float, *, whole: bool = False) -> str:
@@ -79,6 +70,11 @@ def _moment(then: float) -> str:
 
 def _state(record: RunRecord) -> str:
     return record.state if record.live else record.outcome
+
+
+def _coloured_state(record: RunRecord) -> Shown:
+    said, colour = _state(record), _COLOURS.get(record.outcome, "inherit")
+    return Shown(said, f'<span style="color:{colour}">{html.escape(said)}</span>')
 
 
 def _elapsed(record: RunRecord, now: float) -> str:
@@ -163,7 +159,8 @@ def _cause(record: RunRecord) -> str:
     if record.outcome == "failed" and first is not None:
         said = f"{first.etype}: {first.message}" if first.outcome == "raised" else first.message
         clue = f"{record.message}; " if record.message else ""
-        return f"{clue}rank {first.rank}{named('on', record.vm)}: {said}".splitlines()[0]
+        place = f"cell line {first.line}: " if first.line else ""
+        return f"{clue}rank {first.rank}{named('on', record.vm)}: {place}{said}".splitlines()[0]
     return record.message
 
 
@@ -184,9 +181,11 @@ def notification(record: RunRecord) -> dict[str, str]:
 def facts(record: RunRecord) -> dict[str, Any]:
     """Return a run for programs (``--json``).
 
-    Times are seconds since the epoch, sizes bytes, and shares percent.
+    Times are seconds since the epoch, sizes bytes, and shares percent. In curves, JSON has null for
+    values that are not finite.
     """
     first, spec = record.first, record.cell.spec
+    curves = read_curves(record.folder)
     plain_ones = (
         "name",
         "id",
@@ -203,6 +202,9 @@ def facts(record: RunRecord) -> dict[str, Any]:
         "outcome": record.outcome or None,
         "why": why(record) or None,
         "first_rank": None if first is None else first.rank,
+        "first_line": None if first is None else first.line or None,
+        "curves": {name: curve.values for name, curve in curves.numbers.items()},
+        "busy": None if curves.busy is None else curves.busy.values,
         "ranks": spec.world_size,
         "vms": spec.vms,
         "waiting": record.waiting or None,
@@ -222,7 +224,8 @@ def facts(record: RunRecord) -> dict[str, Any]:
 def line(record: RunRecord, now: float | None = None, left: float | None = None) -> Shown:
     """Show one run in a compact line, with the time of the line; below it, what is wrong.
 
-    ``left``: seconds until it will be over.
+    The numbers that its cell prints stand in it, each with a small curve. ``left``: seconds until
+    it will be over.
     """
     now = time.time() if now is None else now
     elapsed = _elapsed(record, now)
@@ -237,12 +240,16 @@ def line(record: RunRecord, now: float | None = None, left: float | None = None)
     head = f"{_MARKS[record.outcome or 'live']} {record.name} {_state(record)}"
     if record.outcome in ("failed", "lost") and (cause := _cause(record)):
         head += f": {on_one_line(cause, _WHERE_WIDTH)}"
+    printed = drawing.numbers(read_curves(record.folder))
     quiet = " · ".join(["", *filter(None, parts)])
     dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
     goes_on = record.live and not record.questions  # a question to a person stops the updates
+    colour = _COLOURS.get(record.outcome, "")
+    bold = f'<b style="color:{colour}">' if colour else "<b>"
+    told = f" · {printed.html}" if printed.html else ""
     shown = Shown(
-        head + quiet,
-        f"<div><b>{html.escape(head)}</b>{dim}{_stale(now) if goes_on else ''}</div>",
+        f"{head} · {printed.text}{quiet}" if printed.text else head + quiet,
+        f"<div>{bold}{html.escape(head)}</b>{told}{dim}{_stale(now) if goes_on else ''}</div>",
     )
     if note := _note(record):
         shown += Shown(f"  {note}", plain(note).html)
@@ -311,7 +318,18 @@ def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
             " options)"
         )
     rows = [(unique_name(record, shown), *_standing(record, now)) for record in shown]
-    heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
+    heads = (
+        "run",
+        "state",
+        "numbers",
+        "ranks",
+        "time",
+        "device",
+        "memory",
+        "delivered",
+        "cell",
+        "notebook",
+    )
     view = sum(
         (line(record, now) for record in live if record.trouble is not None), table(heads, rows)
     )
@@ -321,36 +339,38 @@ def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
     return view + Shown(written, f"<div>{html.escape(written)}{_stale(now)}</div>")
 
 
-def _standing(record: RunRecord, now: float) -> tuple[str, ...]:
+def _standing(record: RunRecord, now: float) -> tuple[str | Shown, ...]:
     state, elapsed = _state(record), _elapsed(record, now)
     if record.kept_ranks:
         state, elapsed = f"{state}, ranks kept", f"idle {span(now - record.ended, whole=True)}"
     notebook = f"{record.owner} (this one)" if record.kernel.pid == os.getpid() else record.owner
     held = (record.device, _memory(record), _delivery(record))
-    return (state, _ranks(record), elapsed, *held, _cell(record), notebook)
+    printed = drawing.numbers(read_curves(record.folder))
+    return (state, printed, _ranks(record), elapsed, *held, _cell(record), notebook)
 
 
 def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
-    """Show all runs that still have a folder: how they ended, why, and the folder."""
+    """Show all runs that still have a folder: how they ended, why, their curves, and the folder."""
     now = time.time() if now is None else now
     if not records:
         return plain("no run yet")
-    rows = [
-        (
-            unique_name(record, records),
-            _moment(record.submitted),
-            _state(record),
-            _ranks(record),
-            _elapsed(record, now),
-            "".join(
-                _BARS[min(share * len(_BARS) // 101, len(_BARS) - 1)] for share in record.curve
-            ),
-            _cell(record),
-            record.owner,
+    rows = []
+    for record in records:
+        curves = read_curves(record.folder)
+        rows.append(
+            (
+                unique_name(record, records),
+                _moment(record.submitted),
+                _coloured_state(record),
+                drawing.numbers(curves),
+                _ranks(record),
+                _elapsed(record, now),
+                drawing.busy(curves),
+                _cell(record),
+                record.owner,
+            )
         )
-        for record in records
-    ]
-    heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
+    heads = ("run", "started", "outcome", "numbers", "ranks", "time", "busy", "cell", "notebook")
     view = table(heads, rows, [why(record) for record in records])
     return view + plain(f"their folders, RUN-ID each, are in {shown_path(runs_root())}")
 
@@ -429,9 +449,13 @@ def _row_in_html(tag: str, row: Sequence[str], more: str = "") -> str:
     return f'<tr style="background:none">{cells}</tr>'
 
 
+def _cell_view(cell: str | Shown) -> Shown:
+    return Shown(cell, html.escape(cell)) if isinstance(cell, str) else cell
+
+
 def table(
     heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[str | Shown]],
     remarks: Sequence[str] = (),
     opened: Mapping[str, str] | None = None,
 ) -> Shown:
@@ -439,14 +463,17 @@ def table(
 
     Args:
         heads: of the columns.
-        rows: their cells.
+        rows: their cells: texts, or small views; the last one is a text.
         remarks: for each row, a text of any length to show below it.
         opened: for each row, by the key of :func:`fold`, the HTML that its last cell opens, if
             there is some.
     """
-    used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
-    heads, *rows = ([row[column] for column in used] for row in (heads, *rows))
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    views = [[_cell_view(cell) for cell in row] for row in rows]
+    used = [column for column in range(len(heads)) if any(row[column].text for row in views)]
+    heads = [heads[column] for column in used]
+    views = [[row[column] for column in used] for row in views]
+    texts = [heads, *([cell.text for cell in row] for row in views)]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(heads))]
 
     def line_of(row: Sequence[str]) -> str:
         return "  ".join(
@@ -455,10 +482,10 @@ def table(
 
     text, body = [line_of(heads)], ""
     inner = opened.items() if opened else [("", "")] * len(rows)
-    for row, remark, (key, more) in zip(rows, remarks or [""] * len(rows), inner, strict=True):
-        *cells, last = map(html.escape, row)
-        text.append(line_of(row))
-        body += _row_in_html("td", [*cells, fold(key, row[-1], more) if more else last])
+    for row, remark, (key, more) in zip(views, remarks or [""] * len(rows), inner, strict=True):
+        *cells, last = (cell.html for cell in row)
+        text.append(line_of([cell.text for cell in row]))
+        body += _row_in_html("td", [*cells, fold(key, row[-1].text, more) if more else last])
         if remark:
             text.append(f"    {remark}")
             body += _row_in_html("td", [html.escape(remark)], f' colspan="{len(heads)}"')

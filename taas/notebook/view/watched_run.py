@@ -1,6 +1,7 @@
 """The view of a run that is updated while the run goes on: its line, and a row for each rank.
 
-The rows are folded below the line; each opens what its rank wrote last.
+The rows are folded below the line, with the curves above them; each row opens what its rank wrote
+last.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from typing import Any, NamedTuple
 
 from taas.base.wording import ranks_in_words, size_in_words, visible
 from taas.base.wording import shown as on_one_line
-from taas.notebook.view.tables import STAYS_OPEN, Shown, fold, line, mendable, plain, table
+from taas.notebook.view import drawing
+from taas.notebook.view.shown import Shown
+from taas.notebook.view.tables import STAYS_OPEN, fold, line, mendable, plain, table
 from taas.protocol.ranks import RankUse
 from taas.protocol.records import RunRecord
+from taas.runs.curves import read_curves
 from taas.runs.events import last_written
 
 _LINES, _WIDTH, _LAST_WIDTH = 20, 200, 70
@@ -64,8 +68,12 @@ def render_run(record: RunRecord, now: float | None = None, *, hints: str = "") 
     view = line(record, now, _seconds_left(record, ranks[0]))
     if record.use or any(written and written.lines for written in ranks):
         busy = f"{record.busy:.0f} % busy · " if record.live and record.busy is not None else ""
-        rows = _rows(record, ranks).html
-        below = fold(record.id, f"{busy}each rank's state, use and output", rows)
+        curves = _whole_curves(record)
+        inside = _rows(record, ranks).html
+        what = "each rank's state, use and output"
+        if curves is not None:
+            inside, what = curves.html + inside, f"curves, and {what}"
+        below = fold(record.id, f"{busy}{what}", inside)
         view = Shown(view.text, f"{view.html}{below}{STAYS_OPEN}")
     if hints:
         view += plain(hints)
@@ -73,9 +81,18 @@ def render_run(record: RunRecord, now: float | None = None, *, hints: str = "") 
 
 
 def in_full(record: RunRecord) -> Shown:
-    """Show the line and the rows, unfolded."""
+    """Show the line, the whole curves and the rows, unfolded."""
     ranks = _written_by(record, range(record.cell.spec.world_size))
-    return line(record, left=_seconds_left(record, ranks[0])) + _rows(record, ranks)
+    view, curves = line(record, left=_seconds_left(record, ranks[0])), _whole_curves(record)
+    if curves is not None:
+        view += curves
+    return view + _rows(record, ranks)
+
+
+def _whole_curves(record: RunRecord) -> Shown | None:
+    of_gpus = any(one.gpu is not None for one in record.use)
+    busy = "GPUs busy" if of_gpus else "processors busy"
+    return drawing.whole(read_curves(record.folder), busy)
 
 
 def _read_each_second(record: RunRecord) -> Collection[int]:
