@@ -429,7 +429,8 @@ def test_what_stands_behind_a_bar(book: Notebook, bar: str) -> None:
         ),
     )
     assert "loss 2 █" in text, text
-    assert book.value("taas.history().curves['loss']") == "[8.0, 4.0, 2.0]"
+    # a bar that is slow is drawn more than once with the same value
+    assert book.value("[*dict.fromkeys(taas.history().curves['loss'])]") == "[8.0, 4.0, 2.0]"
 
 
 FAILS = {
