@@ -24,7 +24,7 @@ release = version = re.findall(
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "taas/agents.md", "examples/**.ipynb"]
+include_patterns = ["*.md", "docs/**.md", "taas/agents.md", "examples/**.ipynb"]
 exclude_patterns = [".*", "artefacts", "build", "dist", "AGENTS.md"]
 nitpicky = True
 # other projects' sites are not asked, so that the documents can be built without a network
@@ -43,6 +43,8 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"taas {version}"
 html_extra_path = ["site"]  # index.html, which leads to the first page
+html_static_path = ["static"]
+html_css_files = ["doors.css"]
 html_copy_source = False
 html_show_sphinx = False
 

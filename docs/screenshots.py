@@ -28,7 +28,7 @@ README_CELLS = re.findall(
     r"^```python\n(.*?)^```$", (DOCS.parent / "README.md").read_text(), re.DOTALL | re.MULTILINE
 )
 LOAD, _, DATA, TRAIN, *_ = (cell.rstrip() for cell in README_CELLS)
-NIGHT = TRAIN.replace("--gpus 8", "--gpus 2 --background --name night").replace("#!g2.8\n", "")
+NIGHT = TRAIN.replace("--gpus auto", "--gpus 2 --background --name night")
 HANG = """\
 #pragma taas --gpus 4 --hang-timeout 5 --name hang
 import time, torch, torch.distributed as dist

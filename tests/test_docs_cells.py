@@ -2,12 +2,15 @@
 
 A block that begins with ``python`` is a cell; those of one document are one notebook, in order.
 What a document does not show stands in comments, which are run, too: ``<!-- cell``, its lines,
-``-->``. A cell that cannot run here stands below ``<!-- not run: why -->``.
+``-->``. A cell that cannot run here stands below ``<!-- not run: why -->``. One that imports a
+library which is not among taas' dependencies stands below ``<!-- needs: MODULE -->``
+(``<!-- needs: MODULE cell`` where it is not shown), and runs where that library is installed.
 """
 
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,22 +21,26 @@ from taas.header.catalog import Catalog
 from taas.header.grammar import find_header, is_setup, parse_header
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOORS = ("start-gpus", "start-no-gpu", "start-ray", "start-slurm")
 BLOCK = re.compile(
-    r"^<!-- cell\n(?P<hidden>.*?)^-->$|^(?P<not_run><!-- not run: .+"
-    r" -->\n)?```(?P<info>[\w{}-]*)\n(?P<text>.*?)^```$",
+    r"^<!-- (?:needs: (?P<hidden_needs>\w+) )?cell\n(?P<hidden>.*?)^-->$"
+    r"|^(?P<not_run><!-- not run: [^\n]+ -->\n)?(?:<!-- needs: (?P<needs>\w+) -->\n)?"
+    r"```(?P<info>[\w{}-]*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 
 
-def cells(document: Path) -> list[str]:
-    """The cells of a document that are run."""
-    found = BLOCK.finditer(document.read_text())
-    return [
-        block["hidden"] or block["text"]
-        for block in found
-        if block["hidden"] or (block["info"] == "python" and not block["not_run"])
-    ]
+def cells(document: Path, *, installed: bool = False) -> list[str]:
+    """The cells of a document that are run; ``installed``: less those whose library is not here."""
+    found = list[str]()
+    for block in BLOCK.finditer(document.read_text()):
+        library = block["needs"] or block["hidden_needs"]
+        if installed and library and find_spec(library) is None:
+            continue
+        if block["hidden"] or (block["info"] == "python" and not block["not_run"]):
+            found.append(block["hidden"] or block["text"])
+    return found
 
 
 WITH_CELLS = [document for document in DOCUMENTS if cells(document)]
@@ -47,7 +54,7 @@ def test_cells_run_as_written(document: Path, tmp_path: Path) -> None:
     try:
         if document.name != "README.md":  # whose first cell shows it
             notebook.good("%load_ext taas")
-        for cell in cells(document):
+        for cell in cells(document, installed=True):
             ran = notebook.run(cell, seconds=280)
             assert ran.status == "ok", f"{cell}\n{ran.stderr}{ran.traceback}"
     finally:
@@ -83,6 +90,16 @@ def test_headers_are_right(document: Path) -> None:
         if is_setup(header):
             continue
         parse_header(header, expand=str, catalog=Catalog(), visible_gpus=8, registered=["loader"])
+
+
+def test_each_door_leads_to_the_same_training() -> None:
+    """The four pages of first steps train the same network with the same function."""
+    trainings = [
+        [cell for cell in cells(ROOT / "docs" / f"{door}.md") if "def train(" in cell]
+        for door in DOORS
+    ]
+    assert len(trainings[0]) == 1
+    assert all(training == trainings[0] for training in trainings)
 
 
 def test_configuration_files_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
