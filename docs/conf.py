@@ -44,7 +44,7 @@ html_theme = "furo"
 html_title = f"taas {version}"
 html_extra_path = ["site"]  # index.html, which leads to the first page
 html_static_path = ["static"]
-html_css_files = ["doors.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 
@@ -53,6 +53,7 @@ def setup(app: Sphinx) -> None:
     """A block of Python is a cell: with magics, and ``!`` for the shell."""
     app.add_lexer("python", IPython3Lexer)
     app.connect("autodoc-process-bases", _leave_out_private)
+    app.connect("source-read", _show_addresses)
 
 
 def _leave_out_private(
@@ -60,3 +61,9 @@ def _leave_out_private(
 ) -> None:
     """How an error is shown is no base class for a reader."""
     bases[:] = [base for base in bases if not base.__name__.startswith("_")]
+
+
+def _show_addresses(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """An anchor of a row is a link to itself, so that a reader can copy the row's address."""
+    shown = r'<a id="\1" class="address" href="#\1" title="Link to this row"></a>'
+    source[0] = re.sub(r'<a id="([a-z0-9-]+)"></a>', shown, source[0])

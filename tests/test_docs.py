@@ -19,6 +19,7 @@ from taas.notebook.verbs import VERBS
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+ANCHOR = r'<a id="[a-z0-9-]+"></a>'
 CELL_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
 OF_RAY = "address autoscaling-config block head num-cpus num-gpus port resources"
 OF_SLURM = "exclusive qos gres long mem nice no-kill no-requeue"
@@ -44,13 +45,30 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert file.exists(), f"{path.name} links to {target}"
         assert ROOT in file.parents, f"{path.name} links out of the project: {target}"
         if heading:
-            assert heading in slugs(file), f"{path.name} links to {target}"
+            known = {*slugs(file), *anchors(file)}
+            assert heading in known, f"{path.name} links to {target}"
 
 
 def slugs(document: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a document."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def anchors(document: Path) -> list[str]:
+    """The anchors that a document sets itself."""
+    return re.findall(r'<a id="([a-z0-9-]+)"></a>', document.read_text())
+
+
+@pytest.mark.parametrize("name", ["troubleshooting.md", "glossary.md"])
+def test_each_row_has_an_address(name: str) -> None:
+    """Each message, symptom and word begins with an anchor, and no two have the same one."""
+    document = ROOT / "docs" / name
+    rows = re.findall(r"^\| (?!-|\w+ \| )(.+)$", document.read_text(), re.MULTILINE)
+    assert rows
+    assert [row for row in rows if not re.match(ANCHOR, row)] == []
+    found = [*anchors(document), *slugs(document)]
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -66,7 +84,8 @@ def test_options_in_documents_exist(path: Path) -> None:
 
 def first_column(name: str) -> list[str]:
     """What stands as code in the first column of a page's tables."""
-    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / name).read_text(), re.MULTILINE)
+    text = (ROOT / "docs" / name).read_text()
+    rows = re.findall(rf"^\| (?:{ANCHOR})?(`.+?) \|", text, re.MULTILINE)
     return [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
 
 
