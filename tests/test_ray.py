@@ -21,6 +21,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
 from ray_cluster import Node, RayCluster
+from test_docs_cells import door
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 _NAMED_SECONDS = 60.0  # 15 where the machine is not busy with other things
@@ -139,6 +140,20 @@ def _wait_for_resources(cluster: RayCluster, free: int) -> None:
 
 def _status(book: Notebook) -> str:
     return str(book.good("%taas status").displays[-1]["data"]["text/plain"])
+
+
+def test_first_steps(cluster: RayCluster, book: Notebook) -> None:
+    """The page for people with a Ray cluster ends with a trained model.
+
+    What rank 0 saved is beside the notebook, although the node does not see its disk. The page's
+    last cell gives the node back.
+    """
+    for cell in door("start-ray"):
+        book.good(cell.replace("ray auto", f"ray {cluster.address}"), 240)
+        if cell.startswith("#pragma"):
+            assert len(_agents(cluster)) == 1
+    assert (book.folder / "digits.pt").exists()
+    assert cluster.rid_of_taas(30)
 
 
 def test_what_the_cluster_lacks_is_said(cluster: RayCluster, book: Notebook) -> None:

@@ -19,7 +19,7 @@ from cluster_cells import NEXT, SETUP, TRAIN, WEIGHTS
 from conftest import leaves_nothing
 from notebook_harness import Notebook, until
 from slurm_cluster import SlurmCluster, why_not
-from test_docs_cells import BLOCK, ROOT
+from test_docs_cells import BLOCK, ROOT, door
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -126,6 +126,19 @@ def test_the_document(cluster: SlurmCluster, book: Notebook) -> None:
     book.good("%taas engine slurm")
     assert book.good(text["python"][-1], 240).own == "16 ranks\n"
     (book.folder / "taas.toml").unlink()
+
+
+def test_first_steps(cluster: SlurmCluster, book: Notebook) -> None:
+    """The page for people with a Slurm account ends with a trained model.
+
+    The training runs in one job, and the page's last cell gives its node back.
+    """
+    for cell in door("start-slurm"):
+        book.good(cell, 240)
+        if cell.startswith("#pragma"):
+            assert _states(cluster) == ["RUNNING"]
+    assert (book.folder / "digits.pt").exists()
+    cluster.wait_until_idle()
 
 
 def test_the_check(cluster: SlurmCluster) -> None:
