@@ -26,7 +26,7 @@ OF_SLURM = "exclusive qos gres long mem nice no-kill no-requeue"
 OF_OTHERS = (
     "bounding-set clear-groups inh-caps regid reuid nnodes nproc-per-node gpu-ids num-processes"
     " hypothesis-profile hypothesis-seed ip no-browser shm-size local constraint help rank"
-    " runtime-dir follow strict nproc user"
+    " runtime-dir follow strict nproc user index-url logdir cpus-per-task"
 )
 OF_OTHER_PROGRAMS = {*OF_RAY.split(), *OF_SLURM.split(), *OF_OTHERS.split()}
 
