@@ -93,7 +93,7 @@ class Notebook:
             "height": boxes[-1]["y"] + boxes[-1]["height"] - top,
         }
         path = DOCS / "images" / f"{name}.png"
-        self.page.screenshot(path=str(path), clip=clip, animations="disabled")
+        self.page.screenshot(path=str(path), clip=clip)
         sys.stdout.write(f"{path}: {path.stat().st_size // 1000} kB\n")
 
 
