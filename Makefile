@@ -21,7 +21,7 @@ help:
 	@echo "make quick     the tests that take seconds"
 	@echo "make check     format, lint, types, quick tests"
 	@echo "make format    format the code"
-	@echo "make docs      the documentation site, into artefacts/site; its links inside the project are checked"
+	@echo "make docs      the documentation site, into artefacts/site: executes the examples (once), checks links inside the project"
 	@echo "make screenshots  the pictures of the documents, taken in JupyterLab (needs Chromium)"
 	@echo "make release   wheel and source archive, checked; the demo runs from the wheel in a fresh environment"
 	@echo "make clean     remove .venv, .venv-oldest, artefacts and caches"
@@ -102,8 +102,9 @@ clean:
 	@touch $@ .venv/demo
 
 .venv/docs: .venv/python pyproject.toml constraints.txt
-	$(PIP) install --quiet --constraint constraints.txt --editable . --group docs
-	@touch $@
+	@echo "Installing what the site and its examples need into .venv (PyTorch is about 5 GB, once)"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples,gallery]" --group docs
+	@touch $@ .venv/demo
 
 .venv/release: .venv/python pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --group release

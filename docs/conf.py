@@ -6,6 +6,7 @@ twice.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from ipython_pygments_lexers import IPython3Lexer
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 project = "taas"
 author = "the authors of taas"
@@ -22,7 +23,7 @@ release = version = re.findall(
     r'__version__ = "(.+)"', (ROOT / "taas" / "__init__.py").read_text()
 )[0]
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["gallery", "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "taas/agents.md", "examples/**.ipynb"]
 exclude_patterns = [".*", "artefacts", "build", "dist", "AGENTS.md"]
@@ -36,7 +37,16 @@ nitpick_ignore = [
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-nb_execution_mode = "off"  # the examples have no outputs in git; tests/test_examples.py runs them
+
+# The examples have no outputs in git. They are executed, each in an empty folder, and their outputs
+# are kept by the text of their cells, beside the site (artefacts/.jupyter_cache).
+nb_execution_mode = "cache"
+nb_execution_in_temp = True
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True  # a page that is read is not read again, nor warned of
+nb_execution_show_tb = True
+nb_merge_streams = True
+os.environ["PYTHONPATH"] = str(ROOT / "examples")  # for the demo, which imports offline_mnist
 
 python_use_unqualified_type_names = True
 
