@@ -1,12 +1,12 @@
-"""What travels from a notebook to its ranks, and comes back.
+"""Transfer a notebook's variables to the ranks, and the cell's changes back to the notebook.
 
 In the notebook's kernel::
 
     check_syntax(body, shell)
     with capture(body, shell.user_ns, shell, project=project) as captured:
-        ...                                  # captured.fd to the ranks, its notices to the user
-        applied = captured.apply(answer_fd)    # objects change in place, names are rebound
-        kept = captured.kept()               # if the ranks stay: for ``capture(…, kept=kept)``
+        ...                                  # send captured.fd to the ranks, show its notices
+        applied = captured.apply(answer_fd)  # change objects in place, rebind variables
+        kept = captured.kept()               # if the ranks are kept: ``capture(…, kept=kept)``
 
 In a rank::
 
@@ -14,9 +14,9 @@ In a rank::
     arrival = arrive(fd, namespace, device="cuda:0")
     arrival.prepare_shell(shell)
     ...                                      # run the cell
-    wait_for_devices()                       # a late error of the GPU is the cell's
+    wait_for_devices()                       # raise late GPU errors as errors of the cell
     answer_fd = pack_answer(arrival, namespace, value)
-    ...                                      # the next cell: ``arrive(…, before=arrival)``
+    ...                                      # for the next cell: ``arrive(…, before=arrival)``
 """
 
 from taas.capture.cells import check_syntax, python_of

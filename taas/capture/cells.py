@@ -1,4 +1,4 @@
-"""Cells before they run: their Python, the names that belong to IPython, and a rank's shell."""
+"""Cells before they run: conversion to Python, IPython's own variables, and the ranks' shells."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _BY_IPYTHON = re.compile(r"In|Out|_[iod]h|_{1,3}|_i{1,3}|_i?\d+|exit|quit|open|get_ipython")
-"""Names that IPython binds, and rebinds."""
+"""Variables that IPython binds and rebinds."""
 _MODULE = {
     "__name__", "__package__", "__loader__", "__spec__", "__builtins__", "__builtin__",
     "__cached__", "__warningregistry__",
 }  # fmt: skip
 _DOC = "Automatically created module for"
-"""The beginning of the docstring that IPython gives to the notebook's namespace."""
+"""How the docstring begins that IPython gives to the notebook's namespace."""
 _NOTHING = object()
 _VALUE = re.compile(r"_{1,3}|_\d+")
 _OUT = ("Out", "_oh")
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
-"""Matches imports also in the body of a cell magic, which is a text in the Python."""
+"""Matches imports, including those in the body of a cell magic, which is a string in the Python
+code.
+"""
 MAGIC = "%"
 OUT = "Out["
-"""The prefixes of what travels beside the names: magics, and values of cells."""
+"""Prefixes of the keys for values that no variable holds: magics, and values of earlier cells."""
 
 
 # ---------------------------------------------------------------- cells and names
@@ -47,12 +49,12 @@ def _transformers() -> Any:
     return TransformerManager()
 
 
-@functools.lru_cache(maxsize=16)  # a launch calls it several times for one cell
+@functools.lru_cache(maxsize=16)  # called several times for one cell at a launch
 def python_of(cell: str) -> str:
-    """Turn a cell into Python; line numbers stay right.
+    """Convert a cell to Python code; line numbers stay the same.
 
-    IPython recognises a cell magic on the first line only. A header is a comment to Python, so the
-    magic may stand below comments.
+    IPython recognises a cell magic only on the first line. The header is a comment in Python, so
+    here the magic may also follow comments.
     """
     cell = magic_on_top(cell)
     text: str = _transformers().transform_cell(cell)
@@ -61,7 +63,7 @@ def python_of(cell: str) -> str:
 
 
 def magic_on_top(cell: str) -> str:
-    """Blank the comments of a cell whose first line below them is a cell magic."""
+    """Replace comments above a cell magic by blank lines; return other cells unchanged."""
     lines = cell.split("\n")
     first = next(
         (n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0
@@ -74,9 +76,9 @@ def _leading_blank(text: str) -> int:
 
 
 def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> None:
-    """Compile a cell as IPython would, so that :class:`SyntaxError` comes before anything starts.
+    """Compile a cell as IPython would, to raise a :class:`SyntaxError` before anything starts.
 
-    ``number`` is the cell's ``In[number]``; 0 for the next one.
+    ``number`` is the cell's ``In[number]``; 0 stands for the next number.
     """
     source = python_of(cell)
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -85,7 +87,7 @@ def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> 
         return
     name = shell.compile.cache(source, number or shell.execution_count, raw_code=cell)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # rank 0 shows them
+        warnings.simplefilter("ignore", SyntaxWarning)  # rank 0 shows these warnings
         compile(source, name, "exec", flags | shell.compile.flags, dont_inherit=True)
 
 
@@ -95,7 +97,7 @@ def _current_shell() -> Any:
 
 
 def is_of_ipython(name: str, value: Any) -> bool:
-    """Tell whether IPython or Python bound this value, and the user has not rebound the name."""
+    """Tell whether IPython or Python bound this value, and the user has not rebound it."""
     if name in _MODULE:
         return True
     if name == "__doc__":
@@ -105,7 +107,7 @@ def is_of_ipython(name: str, value: Any) -> bool:
     if name == "get_ipython":
         return isinstance(value, types.MethodType) and value.__self__ is shell
     if name == "open":
-        # functools.wraps has given it the ``__module__`` of Python's ``open``
+        # functools.wraps gave it the ``__module__`` of Python's ``open``
         home = getattr(value, "__globals__", {}).get("__name__")
         return home == "IPython.core.interactiveshell"
     bound = _bound_by(shell, name)
@@ -113,7 +115,7 @@ def is_of_ipython(name: str, value: Any) -> bool:
 
 
 def _bound_by(shell: Any, name: str) -> Any:
-    """Return what a shell has bound to a name of its history, or to ``exit``; else a marker."""
+    """Return what a shell has bound to a history variable or ``exit``; a marker if nothing."""
     history = shell.history_manager
     if name in ("exit", "quit"):
         return shell.exiter
@@ -137,12 +139,12 @@ def _bound_by(shell: Any, name: str) -> Any:
 
 
 def is_name(key: Any) -> bool:
-    """Tell whether a key of a namespace can travel as a name: a plain ``str``, and UTF-8."""
+    """Tell whether a key of a namespace can be transferred: a plain ``str`` that is valid UTF-8."""
     return type(key) is str and (key.isascii() or is_utf8(key))
 
 
 def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names, with their values, that IPython does not bind (:func:`is_of_ipython`)."""
+    """Return the variables, with values, that IPython does not bind (:func:`is_of_ipython`)."""
     return {
         name: value
         for name, value in namespace.items()
@@ -151,7 +153,7 @@ def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the values under keys that are no names, by how the key is written (``[5]``)."""
+    """Return the values whose keys are not valid names, by the code for access (``[5]``)."""
     return {
         f"globals()[{shown(repr(key))}]": value
         for key, value in namespace.items()
@@ -165,9 +167,9 @@ def keys_without_a_name(namespace: Mapping[Any, Any]) -> dict[str, Any]:
 def values_of_cells(
     words: Collection[str], namespace: dict[str, Any]
 ) -> tuple[set[str], dict[str, Any]]:
-    """Return the names of earlier cells' values that a cell needs, and the values without a name.
+    """Return the variables that hold earlier cells' values and are needed, and values without one.
 
-    A cell that reads ``Out`` needs all values. A value has no name if the user has rebound its
+    A cell that reads ``Out`` needs all values. A value has no variable if the user has rebound its
     ``_5``.
     """
     names, beside = {word for word in words if _VALUE.fullmatch(word)}, {}
@@ -183,9 +185,9 @@ def values_of_cells(
 def magics_used(
     words: Iterable[str], shell: InteractiveShell | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the notebook's own magics that a cell uses, and the extensions that define others.
+    """Return the notebook's own magics that a cell uses, and the extensions of other magics.
 
-    The magics are functions, by ``%line name`` or ``%cell name``.
+    The magics are functions, keyed by ``%line name`` or ``%cell name``.
     """
     if shell is None:
         return {}, []
@@ -201,15 +203,15 @@ def magics_used(
 
 
 def typed_cells() -> list[str]:
-    """Return the cells so far as Python, the running one last, even if the user rebound ``In``."""
+    """Return the cells so far as Python, the running one last, even if ``In`` was rebound."""
     shell = _current_shell()
     return [] if shell is None else shell.history_manager.input_hist_parsed
 
 
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
-    """Return the notebook's history: ``In``, the text as typed, and the shell's own value names.
+    """Return the notebook's history: ``In``, the cells as typed, and the shell's value variables.
 
-    Value names are ``_`` and ``_5``.
+    Value variables are ``_`` and ``_5``. Those that the user has rebound are not included.
     """
     if shell is None:
         return {}
@@ -229,7 +231,7 @@ def _is_of_value(key: Any) -> bool:
 
 
 def cell_numbers(shell: InteractiveShell | None) -> dict[str, int]:
-    """Return a shell's ``In[n]`` by file, for tracebacks; IPython 7 has none."""
+    """Return a shell's ``In[n]`` by file, for tracebacks; IPython 7 does not record them."""
     numbers: dict[str, int] = (
         {} if shell is None else vars(shell.compile).setdefault("_filename_map", {})
     )
@@ -244,9 +246,9 @@ def prepare_shell(
     beside: dict[str, Any],
     own: Collection[str],
 ) -> None:
-    """Give a rank's shell the notebook's history and magics; names in ``own`` keep their values."""
+    """Give a rank's shell the notebook's history and magics, but keep the variables in ``own``."""
     for name in extensions:
-        # a cell that uses a magic of the missing extension gets IPython's own error
+        # a cell that uses a magic of a missing extension gets IPython's own error
         with contextlib.suppress(ImportError):
             shell.extension_manager.load_extension(name)
     for name, function in beside.items():
@@ -277,10 +279,10 @@ def prepare_shell(
 
 
 def modules_used(packages: Container[str]) -> list[str]:
-    """Return the modules of some packages that earlier cells imported, for import in a rank.
+    """Return the submodules of some packages that earlier cells imported, to be imported in a rank.
 
     After ``import concurrent.futures``, ``futures`` is an attribute of ``concurrent``. An import
-    may also have changed its package's classes: ``import fastai.distributed`` adds methods to
+    may also have changed classes of its package: ``import fastai.distributed`` adds methods to
     learners.
     """
     found = dict.fromkeys(module for cell in typed_cells() for module in _IMPORT.findall(cell))
@@ -288,7 +290,7 @@ def modules_used(packages: Container[str]) -> list[str]:
 
 
 def imported_by(cell: str) -> Iterator[str]:
-    """Yield the submodules that a cell imports; the notebook's packages get them as attributes."""
+    """Yield the submodules that a cell imports; they become attributes of its packages."""
     for node in ast.walk(ast.parse(python_of(cell))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if "." in alias.name)

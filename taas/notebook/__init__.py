@@ -1,1 +1,1 @@
-"""Shows runs in a notebook or a terminal, and lets a person steer them."""
+"""Show runs in a notebook or a terminal, and let the user monitor and control them."""

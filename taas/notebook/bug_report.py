@@ -1,8 +1,9 @@
-"""``taas doctor --report RUN``: one text file about a run, to attach to a bug report.
+"""``taas doctor --report RUN``: a text file about a run, to be attached to a bug report.
 
-It has the run's record, the log files of its supervisor and agents, and what ``taas doctor`` finds
-on this machine. It has nothing of the user's own: no names and values, no text of a cell, of its
-output or of an error, no environment variables. Paths below the home directory begin with ``~``.
+The file contains the run's record, the logs of its supervisor and agents, and the findings of
+``taas doctor`` on this machine. It contains no user data: no variable names or values, no text of a
+cell, of its output or of an error, and no environment variables. Paths below the home directory
+begin with ``~``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from taas.notebook.doctor import Finding
 from taas.protocol.records import RunRecord
 
 _WITH_NAMES = frozenset({"returned", "collect", "shared", "name"})
-"""Options of the header whose values are the user's names or paths."""
+"""Header options whose values are the user's names or paths."""
 _FRAME = re.compile(r'^\s*(?:File )?"?([^\s"]*[/\\][^\s":]+\.py)"?(?::|, line )(\d+)')
-"""A line of a traceback that names a file, in Python's or IPython's form."""
+"""A line of a traceback that contains a file name, in Python's or IPython's format."""
 
 
 def write_report(record: RunRecord, findings: Iterable[Finding], folder: Path) -> list[str]:
@@ -69,7 +70,7 @@ def _sections(record: RunRecord, findings: Iterable[Finding]) -> Iterator[str]:
 def without_home(text: str, home: str) -> str:
     """Return a text in which paths below the home directory begin with ``~``.
 
-    In a container the home may be ``/``, or unknown; then nothing is replaced.
+    In a container, the home directory may be ``/`` or unknown; then nothing is replaced.
     """
     if home in ("/", "~"):
         return text
@@ -77,7 +78,7 @@ def without_home(text: str, home: str) -> str:
 
 
 def public_part(record: RunRecord) -> dict[str, Any]:
-    """Return the facts of a record, without anything of the user's own."""
+    """Return the facts of a record, without any user data."""
     facts: dict[str, Any] = msgspec.to_builtins(record)
     cell = facts.pop("cell")
     spec = cell["spec"]
@@ -86,7 +87,7 @@ def public_part(record: RunRecord) -> dict[str, Any]:
     }
     facts["lines of the cell"] = len(record.cell.text.splitlines())
     for name in ("project", "notebook", "questions", "notices", "message", "waiting"):
-        facts.pop(name)  # they have the user's names, paths or words
+        facts.pop(name)  # they contain the user's names, paths or texts
     facts["losses"] = len(record.losses)
     facts["use"] = [
         {k: v for k, v in use.items() if not isinstance(v, str)} for use in facts["use"]
@@ -104,7 +105,7 @@ def public_part(record: RunRecord) -> dict[str, Any]:
 
 
 def _frames(traceback: Iterable[str]) -> list[str]:
-    """Return the files and lines of a traceback that are in installed packages."""
+    """Return the files and line numbers in a traceback that are in installed packages."""
     found = [_FRAME.match(line) for line in traceback]
     places = [f"{match[1]}:{match[2]}" for match in found if match is not None]
     return [place for place in places if "site-packages" in place or "/taas/" in place]

@@ -1,4 +1,4 @@
-"""Tab completion in a header line and after ``%taas``, by a matcher that suppresses others."""
+"""Tab completion in headers and after ``%taas``, by a matcher that suppresses other matchers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
 def offers(line: str) -> tuple[str, dict[str, str]]:
-    """Return the word at the end of a line, and the texts that may complete it, with meanings."""
+    """Return the last word of a line, and its possible completions with their meanings."""
     *before, word = re.split(r"[\s=]+", line)
     allowed: Mapping[str, str] = {}
     if kind := _TYPE.fullmatch(line):
@@ -62,11 +62,10 @@ def header_matcher(context: Any) -> dict[str, Any]:
     try:
         word, texts = offers(context.text_until_cursor.splitlines()[-1])
     except (IndexError, TaasError):
-        # nothing is typed, or taas.toml is wrong; the cell reports that when it runs
+        # the line is empty, or taas.toml is invalid; the cell reports that when it runs
         return {"completions": [], "suppress": False}
     return {
-        # JupyterLab shows the type beside each text, and nothing else, in a box that wraps at
-        # blanks and dashes
+        # JupyterLab shows only the type next to each text, in a box that wraps at blanks and dashes
         "completions": [
             SimpleCompletion(text, type=shown(about, _WIDTH).translate(_UNBROKEN))
             for text, about in texts.items()

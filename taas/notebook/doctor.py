@@ -1,4 +1,4 @@
-"""Tries what this machine, or a Slurm cluster, can do; reports what is missing, and a remedy."""
+"""Checks what this machine, or a Slurm cluster, supports; reports problems and how to fix them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ print(json.dumps([os.environ["SLURMD_NODENAME"], versions(), why]))
 class Finding(NamedTuple):
     """One line of the report.
 
-    The verdict is ``ok``, ``note`` (it works, with a limit) or ``bad`` (it must be fixed first).
+    The verdict is ``ok``, ``note`` (it works, with a limitation) or ``bad`` (it must be fixed
+    first).
     """
 
     verdict: str
@@ -68,16 +69,16 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """Examine everything that a run needs on this machine.
+    """Check everything that a run needs on this machine.
 
-    It takes some seconds, because a process of its own imports torch.
+    This takes some seconds, because torch is imported in a separate process.
     """
     for look in (_packages, _torch, _monitoring, _machine, _write_rule):
         yield from look()
 
 
 def as_text(findings: Iterable[Finding]) -> Iterator[str]:
-    """Yield a report for a terminal, each line as soon as it is known."""
+    """Yield a report for a terminal, each line as soon as it is available."""
     known = list[Finding]()
     for finding in findings:
         known.append(finding)
@@ -88,7 +89,7 @@ def as_text(findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def report(findings: Sequence[Finding], *, goes_on: bool = False) -> Shown:
-    """Show findings, one a line, with advice below; ``goes_on``: more will follow."""
+    """Show findings, one per line, with advice below; ``goes_on``: more will follow."""
     rows = [(_MARKS[finding.verdict], finding.what, finding.fact) for finding in findings]
     remarks = [finding.advice and f"-> {finding.advice}" for finding in findings]
     below = plain("looking on …" if goes_on else _verdict(findings))
@@ -121,7 +122,7 @@ def _version(name: str) -> str:
 
 
 def _monitoring(root: Path = Path("/")) -> Iterable[Finding]:
-    """Find out whether the load of the GPUs, if there are any, can be read."""
+    """Check whether the load of the GPUs, if there are any, can be read."""
     if not present_gpus(root):
         return
     if version := _version(_NVML):
@@ -221,7 +222,7 @@ def _write_rule() -> Iterable[Finding]:
 
 
 def examine_slurm(settings: Settings) -> Iterable[Finding]:
-    """Check commands and partitions, and a node, through a job that waits at most a minute."""
+    """Check commands, partitions and one node, by a job that waits for at most a minute."""
     try:
         yield Finding("ok", "Slurm", slurm("sbatch", "--version").strip())
         for line in slurm("sinfo", "--noheader", "--format=%R %D %G %l %a").splitlines():

@@ -1,9 +1,10 @@
-"""``taas export``: writes the cell of a run as a program for torchrun, which needs no taas.
+"""``taas export``: writes the cell of a run as a torchrun script that does not depend on taas.
 
-The run's folder has the names that the cell was given. A separate process unpacks them, as a rank
-does, and writes two files. The program has the cell, and above it the imports, plain values and
-definitions that the cell needs, as the notebook's cells have them. All other names, and the states
-of the random generators, are pickled in the second file, as they were when the cell began.
+The run's folder contains the variables that the cell was given. A separate process unpacks them, as
+a rank does, and writes two files. The program contains the cell, preceded by the imports, plain
+values and definitions that the cell needs, as they are written in the notebook's cells. All other
+variables, and the states of the random generators, are pickled in the second file, as they were
+when the cell began.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ _GENERATORS = {
     "numpy": ("random.get_state", "random.set_state"),
     "torch": ("get_rng_state", "set_rng_state"),
 }
-"""For each library, code that returns, and code that sets, the state of its generator."""
+"""For each library: the functions that return and set the state of its generator."""
 
 
 def export(record: RunRecord, folder: str) -> list[str]:
     """Write a run's program into a folder; return lines for the user.
 
-    Without a folder, it is named after the run.
+    ``folder`` may be empty; then the folder is named after the run.
     """
     to = Path(folder or record.name)
     if not (record.folder / PAYLOAD).exists():
@@ -128,9 +129,9 @@ def export(record: RunRecord, folder: str) -> list[str]:
 
 
 def main(folder: str, to: str) -> None:
-    """Unpack a run's names into a new ``__main__``, and write the files.
+    """Unpack a run's variables into a new ``__main__``, and write the files.
 
-    Print a line for each name that is left out.
+    Print a line for each variable that is left out.
     """
     from taas.capture.heap.payload import Payload
     from taas.capture.moves.arriving import unpack
@@ -152,7 +153,7 @@ def main(folder: str, to: str) -> None:
     text = written.text()
     try:
         compile(text, PROGRAM, "exec")
-    except SyntaxError as error:  # for instance, an await of the cell
+    except SyntaxError as error:  # for example, an await in the cell
         written.notes.append(f"line {error.lineno} of the program is not Python: {error.msg}")
     Path(to).mkdir(parents=True, exist_ok=True)
     Path(to, DATA).write_bytes(written.data())
@@ -165,7 +166,7 @@ def main(folder: str, to: str) -> None:
 
 
 class _Bound(NamedTuple):
-    """The statement that bound a name last, and its position in the notebook."""
+    """The statement that last bound a variable, and its position in the notebook."""
 
     node: ast.stmt
     source: str
@@ -197,7 +198,7 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
 
 
 def _statements(block: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements that bind names of a cell, not those of functions and classes."""
+    """Yield the statements that bind variables of a cell, but none inside functions and classes."""
     for node in ast.iter_child_nodes(block):
         if isinstance(node, _COMPOUND):
             yield from _statements(node)
@@ -240,7 +241,7 @@ class _Program:
     """A cell with everything that it needs.
 
     Attributes:
-        pickled: the names whose values are in the data file.
+        pickled: the variables whose values are in the data file.
         loaders: those of them that are registered loaders.
         notes: lines about what is left out.
     """
@@ -277,7 +278,7 @@ class _Program:
         return f"{found[1]}pass  # {found[2]}"
 
     def _place(self, name: str, bound: _Bound | None, value: Any) -> None:
-        """Choose the part of the program in which a name is defined."""
+        """Choose the part of the program in which a variable is defined."""
         here = bound.node if bound else None
         if (parts := getattr(value, "taas_parts", None)) is not None:
             self._place_loader(name, parts)
@@ -301,7 +302,7 @@ class _Program:
         self._waiting += read - {*self._waiting}
 
     def _keep(self, name: str, value: Any) -> str:
-        """Add a value to the data file; return why that fails, else an empty text."""
+        """Add a value to the data file; return the reason if that fails, else an empty string."""
         try:
             pickle.dumps(value)
         except Exception as error:  # its own methods may raise anything
@@ -310,7 +311,7 @@ class _Program:
         return ""
 
     def _place_loader(self, name: str, parts: Any) -> None:
-        """Take a registered loader apart: as in the run, element i is rank ``i % N``'s."""
+        """Take a registered loader apart: as in the run, batch i goes to rank ``i % N``."""
         names = (
             "dataset",
             "num_workers",
@@ -340,7 +341,7 @@ class _Program:
             )
 
     def data(self) -> bytes:
-        """The data file: the names by value, and the states of the random generators."""
+        """The data file: the pickled variables, and the states of the random generators."""
         return pickle.dumps((self.pickled, self._generators))
 
     def text(self) -> str:
@@ -373,7 +374,7 @@ class _Program:
         )
 
     def _begin(self) -> str:
-        """Return the imports, and the lines that find out which rank this is."""
+        """Return the imports, and the lines that determine which rank this is."""
         needed = {f"import {name}" for name in ("os", "pickle", "sys", "torch", *self._generators)}
         needed |= {"from pathlib import Path", *self._imports}
         needed |= {"from torch.utils.data import DataLoader"} if self.loaders else set()

@@ -1,4 +1,4 @@
-"""The launching cell waits for its run: it shows output, relays interrupts and takes the names."""
+"""The launching cell waits for its run: it shows output, relays interrupts, receives variables."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from taas.protocol.records import RunRecord
 from taas.runs.reader import POLL_SECONDS, build_interrupt
 
 _LOOK_ROUND_MS = 50
-"""The longest time, in ms, until a press of the interrupt button is seen."""
+"""The longest time, in ms, until an interrupt is noticed."""
 _FINAL = 2
-"""From this number of interrupts on, the kernel checks that the supervisor answers."""
+"""From this number of interrupts on, the kernel checks whether the supervisor answers."""
 _SILENCE_SECONDS = 10.0
-"""A supervisor that does not answer for that long (because it is stopped, say) is killed, with all
-its runs.
+"""A supervisor that does not answer for this time (because it is stopped, for example) is killed,
+together with all its runs.
 """
 
 
 class Interrupts:
-    """Counts SIGINTs, which then do not raise in the middle of something. A context manager.
+    """A context manager that counts SIGINTs, so that they do not raise in critical sections.
 
-    A second SIGINT would otherwise raise inside the clean-up of the first. In a thread other than
-    the main one no signal arrives, and this changes nothing.
+    Otherwise, a second SIGINT would raise during the clean-up after the first one. No signals are
+    delivered in threads other than the main thread; there, this context manager does nothing.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def raise_at(self, presses: int) -> Iterator[None]:
-        """Raise a KeyboardInterrupt in the body when this many interrupts have come."""
+        """Raise a KeyboardInterrupt in the body after this many more interrupts."""
         self._last = self.count + presses
         try:
             yield
@@ -70,10 +70,10 @@ class Interrupts:
             self._last = sys.maxsize
 
     def check(self, supervisor: SupervisorClient) -> None:
-        """From the second interrupt on, check that the supervisor answers; kill a silent one.
+        """From the second interrupt on, check that the supervisor answers; otherwise kill it.
 
         Raises:
-            KeyboardInterrupt: the supervisor was silent, and was killed.
+            KeyboardInterrupt: the supervisor did not answer, and was killed.
         """
         now = time.monotonic()
         if self.count >= _FINAL and self.count > self._asked:
@@ -90,7 +90,7 @@ def _begin(supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts)
     """Submit a run; return its record once the supervisor has accepted it.
 
     Raises:
-        TaasError: the supervisor has refused it.
+        TaasError: the supervisor has rejected the run.
     """
     supervisor.say(submit)
     while True:
@@ -98,7 +98,7 @@ def _begin(supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts)
             if isinstance(message, Refused):
                 raise getattr(errors, message.error, TaasError)(message.message)
             if isinstance(message, RunState) and message.record.live:
-                if not submit.left_to:  # kept ranks said it at their first cell
+                if not submit.left_to:  # kept ranks reported it at their first cell
                     say(*kernel_memory_lines(submit.gpus, message.record.gpus))
                 return message.record
         interrupts.check(supervisor)
@@ -107,7 +107,7 @@ def _begin(supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts)
 def start_background(
     supervisor: SupervisorClient, submit: Submit, interrupts: Interrupts
 ) -> RunRecord:
-    """Submit a run that goes on by itself, unless an interrupt came before it had begun."""
+    """Submit a background run; interrupt it if an interrupt arrived before it began."""
     record = _begin(supervisor, submit, interrupts)
     if interrupts.count:
         supervisor.say(RunRequest(run=record.name, what="interrupt"))
@@ -122,19 +122,19 @@ def run_in_foreground(
     captured: Capture,
     shell: Any,
 ) -> RunState:
-    """Submit a run, show its output in its cell, and apply its answer; returns how it ended."""
+    """Submit a run, show its output in its cell, and apply its answer; return how the run ended."""
     record = _begin(supervisor, submit, interrupts)
     try:
         with _Foreground(record, shell, supervisor, interrupts) as view:
             return view.run(captured)
     except BaseException:
-        if supervisor.alive:  # this cell no longer takes the run's names, and no other cell will
+        if supervisor.alive:  # neither this cell nor any other will receive the variables
             supervisor.say(RunRequest(run=record.name, what="let go"))
         raise
 
 
 class _Foreground(RunView):
-    """The view of a run whose cell waits for it; it takes the names when the run is over."""
+    """The view of a run whose cell waits for it; it receives the variables when the run is over."""
 
     def __init__(
         self, record: RunRecord, shell: Any, supervisor: SupervisorClient, interrupts: Interrupts
@@ -152,7 +152,7 @@ class _Foreground(RunView):
 
     def run(self, captured: Capture) -> RunState:
         self.follow()
-        while self._ended is None:  # the record says so before the supervisor's message comes
+        while self._ended is None:  # the record is complete before the supervisor's message arrives
             self._hear(_LOOK_ROUND_MS)
         try:
             if self._ended.answer is not None:
@@ -173,7 +173,7 @@ class _Foreground(RunView):
         self._supervisor.say(answer)
 
     def ask(self, record: RunRecord) -> bool:
-        """Ask the person; an interrupt in place of a reply interrupts the run."""
+        """Ask the user; an interrupt instead of a reply interrupts the run."""
         if self._interrupts.count:
             return False
         with self._interrupts.raise_at(1), contextlib.suppress(KeyboardInterrupt):
@@ -181,7 +181,7 @@ class _Foreground(RunView):
         return True
 
     def _hear(self, timeout_ms: int) -> None:
-        """Handle messages of the supervisor, and interrupts of the person at the keyboard."""
+        """Handle the supervisor's messages and the user's interrupts."""
         for message in self._supervisor.hear(timeout_ms):
             if isinstance(message, RunState) and message.record.id == self.reader.record.id:
                 self._end(message)  # a message about another run is about an abandoned one
@@ -190,13 +190,13 @@ class _Foreground(RunView):
         self._relay_interrupts()
 
     def _end(self, ended: RunState) -> None:
-        """Open the answer at once, so that the run's machines are free while output is shown.
+        """Open the answer at once, so that the run's machines are released while output is shown.
 
-        The names are unpacked later.
+        The variables are unpacked later.
         """
         self._ended = ended
         if ended.answer is not None:
-            with contextlib.suppress(OSError):  # the agent that held it was killed
+            with contextlib.suppress(OSError):  # the agent that held the answer was killed
                 self._answer = ended.answer.open()
             self._supervisor.say(RunRequest(run=ended.record.name, what="let go"))
 
@@ -206,7 +206,7 @@ class _Foreground(RunView):
             self._relayed += 1
             if self._ended is None:
                 self._supervisor.say(RunRequest(run=name, what="interrupt"))
-            elif self.reader.skip():  # the run is over, and the person wants the prompt
+            elif self.reader.skip():  # the run is over, and the user wants the prompt
                 self.output.send()
                 say(f"the rest of its output stays in its folder; %taas logs {name} shows it")
         if self._ended is None:
@@ -219,14 +219,13 @@ class _Foreground(RunView):
                 raise RunLost(f"{lost}. Nothing came back; the next cell starts anew.")
             record.names = f"no names came back: {lost}"  # the run's own failure is raised
             return
-        # Unpacking runs code of the notebook's classes, and may not end; the first press may have
-        # been meant for the run.
+        # Unpacking runs code of the notebook's classes, and may not terminate. The first interrupt
+        # may have been meant for the run.
         presses = self._interrupts.count
         with self._interrupts.raise_at(2):
             applied = captured.apply(self._answer)
         self.take(applied)
-        # Only the object that was being unpacked may be missing, but the person wants Run All to
-        # stop.
+        # At most the object that was being unpacked is missing, but the user wants Run All to stop.
         if self._interrupts.count >= presses + 2:
             raise build_interrupt(
                 "interrupted while the run's names were unpacked: what did not come is named above"

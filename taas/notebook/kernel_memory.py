@@ -1,4 +1,4 @@
-"""GPU memory that the notebook's kernel holds, beside the ranks', on the same GPUs."""
+"""Memory that the notebook's kernel uses on the GPUs of a run, in addition to the ranks'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MUCH = 1 << 30
 def kernel_memory_lines(visible: Sequence[Gpu], of_run: Sequence[str]) -> list[str]:
     """Return a line for each GPU of a run on which this kernel's torch has reserved over 1 GiB.
 
-    It asks torch only, never CUDA.
+    This queries torch only, never CUDA.
 
     Args:
         visible: the kernel's GPUs, in CUDA's order.

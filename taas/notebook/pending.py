@@ -1,10 +1,10 @@
-"""Holds the objects that background runs of this kernel were given, until they are attached.
+"""Keeps the objects that were sent to this kernel's background runs, until the runs are attached.
 
-``%taas attach`` changes the very objects that a run was given. So they are held until then: models,
-and memory of GPUs, even if the notebook itself no longer holds them. A run that is never attached
-must not hold them for ever. Once it is over, they are released after an hour, or when all such runs
-together hold more than 2 GB, in the order in which the runs ended. After that, attaching a run
-rebinds its names, as in another kernel.
+``%taas attach`` changes the very objects that were sent to a run. So references to them are kept
+until then: to models and GPU memory, even if the notebook itself no longer refers to them. The
+objects of a run that is never attached must not be kept forever. Once the run is over, they are
+released after an hour, or when all such runs together hold more than 2 GB, in the order in which
+the runs ended. After that, attaching the run rebinds its variables, as in another kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTES = 2 << 30
 
 
 class Pending(NamedTuple):
-    """What a run was given: its names, and the registered loaders that it iterates."""
+    """What was sent to a run: its variables, and the registered loaders that it iterates over."""
 
     record: RunRecord
     captured: Capture
@@ -32,11 +32,11 @@ class Pending(NamedTuple):
 
 
 _pending: dict[str, Pending] = {}
-"""By the run's id."""
+"""By run id."""
 
 
 def hold(record: RunRecord, captured: Capture, loaders: list[Registration]) -> None:
-    """Hold the objects that a background run was given."""
+    """Keep the objects that were sent to a background run."""
     shell = get_ipython()
     if not _pending and shell is not None:
         shell.events.register("post_run_cell", let_go_of_old)
@@ -44,12 +44,12 @@ def hold(record: RunRecord, captured: Capture, loaders: list[Registration]) -> N
 
 
 def find(record: RunRecord) -> Pending | None:
-    """Return what a run was given, if it is still held."""
+    """Return what was sent to a run, if it is still kept."""
     return _pending.get(record.id)
 
 
 def let_go(record: RunRecord) -> None:
-    """Release the objects of a run, which was attached."""
+    """Release the objects of a run that was attached."""
     _pending.pop(record.id, None)
     shell = get_ipython()
     if (
@@ -61,13 +61,13 @@ def let_go(record: RunRecord) -> None:
 
 
 def let_go_of_old(_result: object = None, now: float | None = None) -> None:
-    """After a cell, release the objects of runs that ended long ago, or that hold much."""
+    """After a cell, release the objects of runs that ended long ago, or that hold much memory."""
     now = time.time() if now is None else now
     latest = list[RunRecord]()
     for pending in [*_pending.values()]:
         record = read_record(pending.record.folder)
         if record is None and not pending.record.folder.is_dir():
-            let_go(pending.record)  # it was removed, so it cannot be attached
+            let_go(pending.record)  # the run was removed, so it cannot be attached
         else:
             latest.append(record or pending.record)
     over = sorted((record for record in latest if not record.live), key=lambda record: record.ended)

@@ -1,10 +1,10 @@
 """Finds the code that a cell may run.
 
-That is the cell's own code, the code of the notebook's functions that it names, and the project's
-files that these import.
+This is the cell's own code, the code of the notebook's functions that it mentions, and the
+project's files that these import.
 
-The code is read as text, and nothing is imported. So before a run starts one knows what a cell may
-do, but not whether it does it.
+The code is only read as text; nothing is imported. So it is known before a run starts what a cell
+may do, but not whether it will do it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _IMPORT = re.compile(
 
 
 def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list[str]:
-    """Return the texts that a cell may run: its own first, then each file of the project once."""
+    """Return the source texts that a cell may run: its own first, then each project file once."""
     texts, waiting = [cell], [(cell, project)]
     files: set[Path] = set()
     names: set[str] = set()
     while waiting:
         text, folder = waiting.pop()
         found = [*_imported_files(text, folder, project)]
-        # such a text may be the notebook's; a file of the project does not see the notebook's names
+        # such a text may be the notebook's; a project file does not see the notebook's variables
         if folder == project:
             for name in {*_NAME.findall(text)} - names:
                 names.add(name)
@@ -51,7 +51,7 @@ def reached_code(cell: str, namespace: Mapping[str, Any], project: Path) -> list
 
 
 def _read(path: Path) -> str:
-    """Read a file of the project; return an empty text if that fails, or if it is too large."""
+    """Read a file of the project; return an empty string if that fails or the file is too large."""
     try:
         return path.read_text(errors="replace") if path.stat().st_size <= _MOST_BYTES else ""
     except OSError:
@@ -60,7 +60,7 @@ def _read(path: Path) -> str:
 
 def _sources(value: Any) -> Iterator[str]:
     """Yield the source of a function of the notebook, or of the functions of one of its classes."""
-    kind = type(value)  # isinstance would ask a proxy
+    kind = type(value)  # isinstance would call a proxy
     if not issubclass(kind, type | types.FunctionType) or value.__module__ != "__main__":
         return
     members = [value] if issubclass(kind, types.FunctionType) else vars(value).values()
@@ -68,12 +68,12 @@ def _sources(value: Any) -> Iterator[str]:
         if type(function) is types.FunctionType:
             try:
                 yield inspect.getsource(function)
-            except (OSError, TypeError):  # code without a source, made by exec, say
+            except (OSError, TypeError):  # code without a source, made by exec for example
                 continue
 
 
 def _file_of(value: Any, project: Path) -> list[Path]:
-    """Return the project's file in which a module, function, class or instance is defined."""
+    """Return the project file in which a module, function, class or instance's class is defined."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         module = value
@@ -108,7 +108,7 @@ def _imported_files(text: str, folder: Path, project: Path) -> Iterator[Path]:
 
 
 def _files_of(module: str, roots: list[Path]) -> Iterator[Path]:
-    """Yield the files of a module, and of the packages around it."""
+    """Yield the files of a module and of its parent packages."""
     parts = module.split(".")
     for root in dict.fromkeys(roots):
         for depth in range(1, len(parts) + 1):
@@ -118,7 +118,7 @@ def _files_of(module: str, roots: list[Path]) -> Iterator[Path]:
                     yield path
 
 
-# ------------------------------------------------------- programs for one process with several GPUs
+# ------------------------------------------------------ scripts for one process with several GPUs
 
 _WRAPS = re.compile(r"\bDataParallel\s*\(")
 _KNOWS_RANKS = re.compile(
@@ -130,8 +130,9 @@ _KNOWS_RANKS = re.compile(
 def takes_first_gpu_for_its_own(cell: str, namespace: Mapping[str, Any], project: Path) -> bool:
     """Tell whether a cell is a program for ``nn.DataParallel``.
 
-    Its ``cuda:0`` is then each rank's own GPU. Such a program wraps a model in DataParallel, itself
-    or through code that it calls, and no part of it numbers GPUs by ranks.
+    If so, its ``cuda:0`` is mapped to each rank's own GPU. Such a program wraps a model in
+    DataParallel, directly or in code that it calls, and no part of it derives GPU numbers from
+    ranks.
     """
     texts = reached_code(cell, namespace, project)
     wrapping = [text for text in texts if _WRAPS.search(text)]

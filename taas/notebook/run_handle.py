@@ -25,19 +25,19 @@ from taas.supervisor import connections
 
 
 class RunHandle:
-    """A background run, in the manner of :class:`concurrent.futures.Future`.
+    """A background run, with an interface like :class:`concurrent.futures.Future`.
 
-    Its display shows the run's state; a notebook keeps it up to date.
+    Its display shows the run's state; in a notebook, the display is kept up to date.
 
     Attributes:
-        name: the name for ``%taas attach``, ``logs``, ``stop``.
-        folder: the folder with its record, its output and its names.
+        name: the name for ``%taas attach``, ``logs`` and ``stop``.
+        folder: the folder with the run's record, output and variables.
     """
 
     def __init__(self, record: RunRecord, value: str = "", *, by_rank: bool = False) -> None:
-        """Make the handle of a run.
+        """Create the handle of a run.
 
-        ``value``: the name, in the ranks, of the function's returned value.
+        ``value``: the name of the variable in the ranks that holds the function's return value.
         """
         self.name, self.folder = record.name, record.folder
         self._record = record
@@ -46,25 +46,25 @@ class RunHandle:
     # -------------------------------------------------------------------- state
 
     def done(self) -> bool:
-        """Return whether the run has ended, in whatever way."""
+        """Return whether the run has ended, successfully or not."""
         return not self._look().live or self._is_removed
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait until the run has ended; return what its function returned in rank 0.
 
-        With ``collect=True`` this is a list with the value of each rank. For a ``--background``
-        cell it is None: ``%taas attach`` brings the names. An interrupt ends the wait, and the run
-        goes on.
+        With ``collect=True``, the result is a list with the value of each rank. For a
+        ``--background`` cell it is None: use ``%taas attach`` to restore the variables. An
+        interrupt ends the wait, and the run continues.
 
         Args:
-            timeout: the most seconds to wait; None for as long as it takes.
+            timeout: the maximum number of seconds to wait; None: no limit.
 
         Raises:
-            TimeoutError: the run goes on.
+            TimeoutError: the run has not ended yet.
             CellFailed, RunLost: as the run's cell would have raised it.
-            RunStopped: a person stopped it.
-            RunLost: the run's folder was removed, and with it the returned value.
-            CaptureError: the returned value cannot be pickled.
+            RunStopped: a user stopped the run.
+            RunLost: the run's folder was removed, and with it the return value.
+            CaptureError: the return value cannot be pickled.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -85,7 +85,7 @@ class RunHandle:
         """Wait until the run has ended; return what :meth:`result` raises, or None.
 
         Raises:
-            TimeoutError: the run goes on.
+            TimeoutError: the run has not ended yet.
         """
         self._wait(timeout)
         record = self._record
@@ -119,7 +119,7 @@ class RunHandle:
 
     @property
     def _is_removed(self) -> bool:
-        """Whether its folder is gone: removed by hand, or to make room for newer runs."""
+        """Whether the run's folder is gone: removed by hand, or to make room for newer runs."""
         return not self.folder.is_dir()
 
     def _look(self) -> RunRecord:
@@ -131,7 +131,7 @@ class RunHandle:
     def stop(self, *, now: bool = False) -> None:
         """Stop the run as the interrupt button stops a cell: its ``except`` and ``finally`` run.
 
-        ``now``: end it at once.
+        ``now``: end the run at once.
         """
         if self.done():
             return
@@ -140,7 +140,7 @@ class RunHandle:
                 visit.say(RunRequest(run=self.name, what="interrupt", place="its handle"))
 
     def logs(self, rank: int = 0) -> str:
-        """Return what a rank has written so far, with the text form of its displays."""
+        """Return what a rank has written so far, with its displays as text."""
         return "".join(self._written(rank))
 
     def _written(self, rank: int) -> Iterator[str]:
@@ -172,7 +172,7 @@ class RunHandle:
     # -------------------------------------------------------------------- display
 
     def _shown(self) -> tuple[Shown, bool]:
-        """Return the present view of the run, and whether the run goes on."""
+        """Return the current view of the run, and whether the run is active."""
         record, name = read_record(self.folder), self.name
         if record is None:
             return plain(f"{name} was removed"), False

@@ -1,4 +1,4 @@
-"""The actions of the verbs of :mod:`taas.notebook.verbs`, and the front ends for them."""
+"""The actions of the verbs in :mod:`taas.notebook.verbs`, and the front ends for them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 class Frontend:
-    """The front end in which a verb is typed: a terminal, unless a subclass says otherwise.
+    """The front end in which a verb is typed: a terminal, unless a subclass overrides this.
 
     Attributes:
-        kernel: process id of the notebook's kernel; 0 in a terminal. notebook, project: the
-        notebook's path, if its front end gives it, and its folder; empty in a
-            terminal.
-        place: this notebook or terminal in words, for people who see what was done from here.
+        kernel: the process id of the notebook's kernel; 0 in a terminal.
+        notebook, project: the notebook's path, if its front end provides it, and its folder; empty
+            in a terminal.
+        place: a description of this notebook or terminal, shown to users as the origin of an
+            action.
     """
 
     kernel = 0
@@ -60,7 +61,7 @@ class Frontend:
     place = "a terminal"
 
     def own(self, records: Iterable[RunRecord]) -> list[RunRecord]:
-        """Return the runs that belong to this notebook; in a terminal none does."""
+        """Return the runs that belong to this notebook; in a terminal, none."""
         return of_notebook(records, self.kernel, self.notebook, self.project)
 
     def show(self, what: Shown) -> None:
@@ -68,13 +69,13 @@ class Frontend:
         sys.stdout.write(as_in_terminal(what.text) + "\n")
 
     def show_status(self) -> None:
-        """Show the runs that go on; keep the view up to date if it can be updated in place."""
+        """Show the active runs; keep the view up to date if it can be updated in place."""
         self.show(tables.status(read_records()))
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run's ranks, a row each.
+        """Show a run's ranks, one per row.
 
-        A terminal refreshes them each second, until the run is over or the person interrupts.
+        A terminal refreshes them every second, until the run is over or the user interrupts.
         """
         terminal = sys.__stdout__ if sys.__stdout__ and sys.__stdout__.isatty() else None
         reader = RunReader(record, ())
@@ -90,17 +91,17 @@ class Frontend:
                 time.sleep(_TOP_SECONDS)
 
     def show_findings(self, findings: Iterable[Finding]) -> None:
-        """Show findings one by one, because one may take a minute."""
+        """Show findings one by one, because one of them may take a minute."""
         for text in doctor.as_text(findings):
             sys.stdout.write(as_in_terminal(text) + "\n")
             sys.stdout.flush()
 
     def screen(self, plain: int | None) -> Screen:
-        """Return where ranks' output is shown; lines of the rank ``plain`` have no number."""
+        """Return the screen for the ranks' output; lines of the rank ``plain`` have no number."""
         return TerminalOutput(plain)
 
     def attach(self, record: RunRecord) -> None:
-        """Follow a run, and take its names if there is a notebook for them."""
+        """Follow a run, and restore its variables if there is a notebook."""
         record = _until_seen(
             record, record.cell.spec.shown_ranks(), TerminalOutput(plain_among(record))
         )
@@ -110,7 +111,7 @@ class Frontend:
 
 
 def as_in_terminal(text: str) -> str:
-    """Return a message in the form that a terminal's user has to type."""
+    """Return a message as a user in a terminal would type it."""
     return re.sub(r"(?<!%)%taas(?! \w+ in a notebook)", "taas", text)
 
 
@@ -119,7 +120,7 @@ def _find_named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
 
 
 def _until_seen(record: RunRecord, ranks: Iterable[int], screen: Screen) -> RunRecord:
-    """Show what ranks write until the run is over or the person interrupts; return its record."""
+    """Show what ranks write until the run is over or the user interrupts; return its record."""
     reader = RunReader(record, ranks)
     try:
         return follow(reader, screen)
@@ -146,11 +147,11 @@ def _logs(frontend: Frontend, line: Line) -> None:
 def _only_run(frontend: Frontend) -> RunRecord:
     """Return the run that ``stop`` means without a name.
 
-    That is this notebook's only run; in a terminal, the only run.
+    This is the notebook's only active run; in a terminal, the only active run.
 
     Raises:
-        HeaderError: there is none, or there are several. Other notebooks' runs are stopped by name
-            only.
+        HeaderError: there is no such run, or there are several. Other notebooks' runs can only be
+            stopped by name.
     """
     live = [record for record in read_records() if record.live]
     mine = frontend.own(live) if frontend.kernel else live
@@ -218,7 +219,7 @@ def _recover(frontend: Frontend, line: Line) -> None:
         )
     for run in reversed(asked):
         name = unique_name(run, records)
-        if not run.may_go_on:  # a run that was killed has not sorted what its ranks wrote
+        if not run.may_go_on:  # a run that was killed has not sorted the files that its ranks wrote
             sort_writes(run.writes, run.project, name)
         versions = rescued_versions(run.writes, run.project)
         if not versions:
@@ -256,10 +257,10 @@ def _engine(frontend: Frontend, line: Line) -> None:
     say(f"engine: {engine.kind} {engine.address}".rstrip())
 
 
-# ------------------------------------------------------ install: a line in IPython's startup folder
+# ------------------------------------------------------ install: a file in IPython's startup folder
 
 _STARTUP_FILE = ("profile_default", "startup", "50-taas.py")
-# IPython runs it in the user's namespace, so it binds no name that stays.
+# IPython runs it in the user's namespace, so it leaves no variables behind.
 _LINES = """\
 # Written by `taas install`; `taas install --undo` removes it.
 # It loads taas into each notebook and each IPython.
@@ -277,7 +278,7 @@ except Exception as error:
 def _install(frontend: Frontend, line: Line) -> None:
     """Write the file that makes IPython load taas at every start, or remove it.
 
-    Without it, a header is a comment in a notebook that does not load taas.
+    Without the file, a header is just a comment in a notebook that does not load taas.
     """
     path = Path(os.environ.get("IPYTHONDIR") or "~/.ipython", *_STARTUP_FILE).expanduser()
     try:
@@ -306,7 +307,7 @@ def _release(frontend: Frontend, line: Line) -> None:
 
 
 def _release_vms(connection: connections.Connection) -> Released:
-    """Let a supervisor give back what it has; kill one that is stopped."""
+    """Let a supervisor release what it has; kill it if it is stopped."""
     pid = connection.supervisor.pid
     try:
         with connections.Visit(connection) as visit:
@@ -367,7 +368,7 @@ _FACTS: dict[str, Callable[[], object]] = {
     "config": lambda: tables.settings(load_catalog(project_folder())),
     "types": lambda: [*load_catalog(project_folder()).instances.values()],
 }
-"""By verb, what its ``--json`` prints."""
+"""For each verb: what its ``--json`` prints."""
 _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
     "status": lambda frontend, _: frontend.show_status(),
     "logs": _logs,
@@ -392,7 +393,7 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
 
 
 def do(text: str, frontend: Frontend) -> None:
-    """Do what a line says; an empty line means ``status``.
+    """Execute a line; an empty line means ``status``.
 
     Raises:
         HeaderError: one line that says what to type instead.

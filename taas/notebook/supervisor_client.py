@@ -1,4 +1,4 @@
-"""A kernel's connection to its supervisor, which starts at its first use."""
+"""A kernel's connection to its supervisor, which is started at its first use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _START_SECONDS = 60.0
 
 
 class SupervisorClient(Wire):
-    """The kernel's connection to one supervisor, with the only writing end of the life pipe.
+    """The kernel's connection to a supervisor, with the only write end of the life pipe.
 
     Attributes:
-        heard_at: monotonic time of its last message.
+        heard_at: the monotonic time of the supervisor's last message.
     """
 
     def __init__(self, *, warm: bool, idle: bool = False) -> None:
@@ -55,12 +55,12 @@ class SupervisorClient(Wire):
         self._poller.register(self._pidfd, zmq.POLLIN)
 
     def hear(self, timeout_ms: int) -> Iterator[Any]:
-        """Yield the waiting messages, or those that come in time.
+        """Yield the messages that have arrived, or that arrive within the timeout.
 
-        Messages that the caller does not take stay for later.
+        Messages that the caller does not consume stay in the queue.
 
         Raises:
-            RunLost: the supervisor is gone.
+            RunLost: the supervisor has ended.
         """
         ready = dict(self._poller.poll(timeout_ms))
         before = self.heard_at
@@ -83,7 +83,7 @@ class SupervisorClient(Wire):
 
     @property
     def usable(self) -> bool:
-        """Whether the supervisor can take new runs.
+        """Whether the supervisor can accept new runs.
 
         A cleaner of temporary files may have removed its socket.
         """
@@ -98,7 +98,7 @@ class SupervisorClient(Wire):
         self.close()
 
     def close(self) -> None:
-        """Close the connection to a supervisor that is gone."""
+        """Close the connection to a supervisor that has ended."""
         if self._pidfd >= 0:
             self._hang_up(0)
             os.close(self._pidfd)
@@ -112,7 +112,7 @@ class SupervisorClient(Wire):
 
 
 def _how_it_ended(supervisor: int) -> str:
-    """Say what ended a supervisor: an error of its own, which is in its log, or else a signal."""
+    """Return what ended a supervisor: an internal error, recorded in its log, or a signal."""
     if broke := how_it_broke(supervisor):
         return (
             f"the supervisor broke down of an error of its own ({shown(broke, 200)};"
@@ -144,7 +144,7 @@ def _start(config: SupervisorConfig) -> Connection:
                 if ready
                 else []
             )
-            process.kill()  # it may be stuck; if it has a child, that ends with the life pipe
+            process.kill()  # it may be stuck; if it has a child, the child ends with the life pipe
             why = tail[0] if tail else f"it said nothing for {_START_SECONDS:.0f} s"
             raise EngineError(
                 f"the supervisor did not start: {why}. `taas doctor` looks for the cause."
@@ -164,13 +164,13 @@ def get_supervisor(*, warm: bool) -> SupervisorClient:
     """Return this kernel's supervisor, starting one if there is none.
 
     Args:
-        warm: a new one starts an agent on this machine at once.
+        warm: whether a new supervisor starts an agent on this machine at once.
     """
     global _current, _ahead
     if _ahead is not None:
         _ahead.join()
         _ahead = None
-    # A supervisor that was usable once lives on until its background runs have ended.
+    # A supervisor that can no longer be used lives on until its background runs have ended.
     if _current is None or not _current.usable:
         if _current is not None:
             _current.close()
@@ -198,7 +198,7 @@ def _start_idle() -> None:
 
 
 def release_ahead() -> None:
-    """Release what waits for the next cell, if anything does."""
+    """Release what was started for the next cell, if anything was."""
     if _ahead is not None:
         _ahead.join()
     if _current is not None and _current.alive:

@@ -1,6 +1,6 @@
-"""The table of verbs, for ``%taas VERB`` in a notebook and ``taas VERB`` in a terminal.
+"""The table of verbs for ``%taas VERB`` in a notebook and ``taas VERB`` in a terminal.
 
-:mod:`taas.notebook.steering`, which is imported at its first use, has their actions.
+:mod:`taas.notebook.steering` defines their actions; it is imported at its first use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Verb:
     """One row of the table.
 
     Attributes:
-        words: the words that may follow, as help shows them.
-        offers: of these, the ones to type literally, each with its meaning.
+        words: the words that may follow, as shown in the help.
+        offers: those of the words that are typed literally, each with its meaning.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Verb:
 
     @property
     def usage(self) -> str:
-        """How to type it."""
+        """How to type the verb."""
         return " ".join(
             (self.name, *self.words.split(), *(f"[{option.usage}]" for option in self.options))
         )
@@ -60,7 +60,7 @@ def help_text() -> str:
 
 
 def complete(line: str) -> dict[str, str]:
-    """Return the texts that may complete the last word of a line, each with its meaning.
+    """Return the possible completions of the last word of a line, each with its meaning.
 
     The line begins after ``%taas``.
     """
@@ -82,7 +82,7 @@ def complete(line: str) -> dict[str, str]:
 
 
 def _runs(*, live: bool) -> dict[str, str]:
-    """Return the newest runs, each with its outcome; ``live``: only those that go on."""
+    """Return the newest runs, each with its outcome; ``live``: only active ones."""
     from taas.runs.records import read_records  # here, so that `import taas` stays cheap
 
     found = [record for record in read_records()[::-1] if record.live or not live]

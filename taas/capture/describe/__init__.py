@@ -1,1 +1,1 @@
-"""How single objects are read and described, so that they can travel."""
+"""How individual objects are read and described for transfer."""

@@ -1,1 +1,1 @@
-"""All objects of a payload: numbered, compared, written into memory, built again."""
+"""All objects of a payload: how they are numbered, compared, written to memory and rebuilt."""

@@ -1,1 +1,1 @@
-"""The ways of names: from the notebook to ranks, back, and into ranks that stay."""
+"""Transfer of variables from the notebook to the ranks, to kept ranks, and back."""

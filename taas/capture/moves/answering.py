@@ -1,4 +1,4 @@
-"""Pack what a cell changed into the answer, which rank 0 sends to the notebook."""
+"""Pack the changes that a cell made into the answer, which rank 0 sends to the notebook."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from taas.capture.settings.import_draws import imported_after
 from taas.capture.settings.process_state import not_brought
 
 _SMALL = 4096
-"""Bytes of a part that is not worth leaving behind."""
+"""Smaller parts, in bytes, are not worth leaving behind."""
 _BESIDE = 1 << 20
-"""An answer needs at most this many bytes besides its parts."""
+"""An answer needs at most this many bytes in addition to its parts."""
 _told_parted: dict[tuple[int, str], int] = {}
-"""What this process has reported of attributes that stay with it: by object id and attribute name,
-the id of the value that was reported.
+"""Attributes that stay with this process and were reported: by object id and attribute name, the id
+of the value that was reported.
 """
 
 
 def pack_answer(
     arrival: Arrival, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True
 ) -> int:
-    """Write what a cell changed of its names into a sealed memfd, which the caller owns.
+    """Write a cell's changes into a sealed memfd, which the caller owns.
 
     A rank with a GPU waits for the GPU before it calls this.
 
@@ -67,7 +67,7 @@ class _CellChanges:
         self._heap: Heap = arrival.heap
         self._known = arrival.known
         self._lost = self._keys_lost()
-        self._named: set[str] = set()  # names in ``_lost``, with all that is in them
+        self._named: set[str] = set()  # variables and places already reported in ``_lost``
         self._places_now = holders(arrival.project)
         self._describe()
         self._roots, self._places = self._number_roots()
@@ -81,7 +81,7 @@ class _CellChanges:
         self._tell_parted()
 
     def _describe(self) -> None:
-        """Describe all objects that were there before the cell as they are now."""
+        """Describe all objects that existed before the cell in their present state."""
         left_out.clear()
         tell_again()
         staying = {cls for cls in {*map(type, self._heap.objects)} if stays(cls)}
@@ -95,7 +95,7 @@ class _CellChanges:
         self._heap.describe_after(known, reader, self._known)
 
     def _keys_lost(self) -> list[Lost]:
-        """Report the keys of the namespace that the cell has set and that are no names."""
+        """Report the keys that the cell has set in the namespace and that are not valid names."""
         if self._arrival.returned is not None:
             return []
         why = "names are texts of UTF-8, and this key is none (bind it to an ordinary name)"
@@ -104,11 +104,10 @@ class _CellChanges:
         return [Lost(key, why) for key, value in keys if before.get(key, self) is not value]
 
     def write(self, *, last: bool) -> int:
-        """Write what changed into a sealed memfd; return its descriptor.
+        """Write the changes into a sealed memfd; return its descriptor.
 
-        If ``last`` is false, a later answer will replace this one.
-
-        If memory is short, the largest parts stay behind, and the user reads their names.
+        If ``last`` is false, a later answer will replace this one. If memory is short, the largest
+        parts stay behind, and their names are reported to the user.
         """
         process_state = self._process_state()
         while True:
@@ -162,14 +161,14 @@ class _CellChanges:
         return fd
 
     def _patches(self, wanted: set[int] | None) -> list[tuple[int, int, memoryview]]:
-        """Return the changed parts of the notebook's memory, except that of held-back objects."""
+        """Return the changed parts of the notebook's memory, except those of held-back objects."""
         heap, arrival = self._heap, self._arrival
         as_before = heap.only_among(self._held_back, heap.before)
         kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
         return [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
 
     def _leave_largest(self, short: NoRoom) -> None:
-        """Refuse the largest parts of the answer until the rest fits."""
+        """Hold back the largest parts of the answer until the rest fits."""
         parts = sorted(self._parts(), reverse=True)
         total = sum(nbytes for nbytes, _ in parts)
         if not parts:
@@ -202,7 +201,7 @@ class _CellChanges:
         return [(nbytes, numbers) for nbytes, numbers in parts if nbytes >= _SMALL and numbers]
 
     def _rebound_names(self) -> dict[str, int]:
-        """Return the names that the notebook binds anew: rebound, or bound to what is made anew."""
+        """Return the variables that the notebook binds: rebound, or with a recreated object."""
         made = {*self._diff.new_numbers.values()}
         bound = {
             name: n
@@ -246,8 +245,8 @@ class _CellChanges:
     def _find_unwrapped(self) -> list[tuple[int | None, int, str]]:
         """Return the modules that the notebook gets without their parallel wrapper.
 
-        Each is (owner, module, wrapper): the owner's number, or None if a name or a container holds
-        the module; the module's number; and the name of the wrapper's class.
+        Each entry is (owner, module, wrapper): the owner's number, or None if a variable or a
+        container refers to the module; the module's number; and the name of the wrapper's class.
         """
         heap = self._heap
         kinds = {cls for cls in {*map(type, heap.objects)} if is_wrapper(cls)}
@@ -283,9 +282,10 @@ class _CellChanges:
         return changes
 
     def _tell_left_out(self) -> None:
-        """Report the parts of modules, loggers and formatters that cannot come back.
+        """Report the parts of modules, loggers and formatters that cannot be sent back.
 
-        A part that the cell has not replaced is not reported: the notebook has it.
+        A part of a module is not reported if the cell has neither replaced nor changed it, because
+        the notebook still has it, or if the module is new to the notebook.
         """
         heap, before = self._heap, self._arrival.left_before
         for path, one in heap.left.items():
@@ -318,7 +318,7 @@ class _CellChanges:
         ]
 
     def _number_roots(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Number all roots: names, the cell's last value (under an empty name), and places."""
+        """Number all roots: variables, the cell's last value (under an empty name), and places."""
         arrival, heap = self._arrival, self._heap
         found, places = dict[str, int](), dict[str, int]()
         for name, item in self._visible.items():
@@ -333,13 +333,14 @@ class _CellChanges:
         return roots, places
 
     def _of(self, numbers: Container[int]) -> list[str]:
-        """Return the names and places that these objects have."""
+        """Return the variables and places whose values are these objects."""
         return [name for name, n in (self._roots | self._places).items() if n in numbers]
 
     def _refuse(self) -> set[int]:
-        """Return the objects that stay as they were because a part cannot travel; report them.
+        """Return the objects that keep their old state, because a part cannot be sent; report them.
 
-        An object that is new to the notebook is left out, with the names and places that hold it.
+        An object that is new to the notebook is left out, with the variables and places that refer
+        to it.
         """
         heap, roots = self._heap, self._roots | self._places
         new, held_back = refuse(heap, self._diff, self._known, roots.values())
@@ -354,14 +355,14 @@ class _CellChanges:
         return held_back
 
     def _refused_names(self, held_back: set[int], *, is_any: bool) -> list[str]:
-        """Return the names and places to report for what is refused, each once."""
+        """Return the variables and places to report for what is held back, each once."""
         heap, roots = self._heap, self._roots | self._places
         found = self._of(held_back)
         reached = heap.reached(roots[name] for name in found)
         for n in [*heap.failed] if is_any else ():
             if n in reached:
                 continue
-            # Every name that holds it is refused; one of them has it in a container.
+            # Every variable that contains it is held back; one of them has it in a container.
             around = self._of(heap.holding([n], range(len(heap.objects))))[:1]
             found += [name for name in around if name not in found]
         return [name for name in found if name not in self._named]

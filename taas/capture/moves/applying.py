@@ -1,4 +1,4 @@
-"""Rank 0's answer into a notebook: objects changed in place, names rebound."""
+"""Apply rank 0's answer to a notebook: change objects in place and rebind variables."""
 
 from __future__ import annotations
 
@@ -32,31 +32,33 @@ from taas.capture.settings import process_state
 from taas.capture.settings.import_draws import drawing_nothing, note_imported
 
 NOTHING: Any = object()
-"""Stands for a value that does not exist, or that could not travel."""
+"""Sentinel for a value that does not exist or could not be sent."""
 _FEW = 20
 AS_BEFORE = ", so all of it is as it was before the cell"
 
 
 @dataclass
 class Applied:
-    """What an answer did."""
+    """The effects of an answer."""
 
-    rebound: list[str] = field(default_factory=list)  # names that are new or have a new object
+    rebound: list[str] = field(default_factory=list)  # variables that are new or have a new object
     deleted: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)  # what could not be brought back, a line each
+    lost: list[str] = field(default_factory=list)  # what could not be restored, one line each
     value: Any = NOTHING  # of the last expression
-    cells: dict[str, int] = field(default_factory=dict)  # ``In[n]`` by file, of functions that came
-    there: list[str] = field(default_factory=list)  # names that rank 0 has
-    own: list[str] = field(default_factory=list)  # those of them with another value there
-    # names whose value has a parallel wrapper, or shards, in rank 0
+    cells: dict[str, int] = field(
+        default_factory=dict
+    )  # ``In[n]`` by file, for functions that came
+    there: list[str] = field(default_factory=list)  # variables that rank 0 has
+    own: list[str] = field(default_factory=list)  # those of them whose value there is different
+    # variables whose value has a parallel wrapper, or shards, in rank 0
     wrapped: list[str] = field(default_factory=list)
     ranks: int = 1
     # new loaders and samplers that have one rank's share of data
     shares: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)  # where values came to that no name holds
-    numbers: set[int] = field(default_factory=set, repr=False)  # of objects that came or changed
+    places: list[str] = field(default_factory=list)  # places that received values
+    numbers: set[int] = field(default_factory=set, repr=False)  # of objects that are new or changed
     patched: set[int] = field(default_factory=set, repr=False)  # regions that were written to
-    # that both know now, by region
+    # memory that both sides have now, by region
     memory: dict[int, Stretch] = field(default_factory=dict, repr=False)
     next_region: int = 0
 
@@ -68,17 +70,17 @@ def apply_answer(
     known: dict[int, Stretch],
     loaded: Mapping[str, Any] | None = None,
 ) -> Applied:
-    """Apply an answer: build new objects, change known ones in place; ``heap`` learns what came.
+    """Apply an answer: build new objects and change existing ones in place; update ``heap``.
 
-    ``loaded`` has the specs that the project's modules had when the names travelled. With None,
-    only names are brought. New names are bound as they come, because methods that rebuild other
-    objects may use them.
+    ``loaded`` has the specs that the project's modules had when the variables were sent. If it is
+    None, only variables are restored. New variables are bound one by one as they are built, because
+    methods that rebuild other objects may use them.
     """
     with no_collection():
         answer = _Incoming(fd, namespace, heap, known)
         answer.set_apart(loaded)
         note_imported(answer.imported)
-        with drawing_nothing():  # what rank 0 drew is in the answer
+        with drawing_nothing():  # the answer contains what rank 0 drew
             answer.build()
         return answer.apply()
 
@@ -104,9 +106,9 @@ class _Incoming:
         return self._contents["imported"]  # type: ignore[no-any-return]
 
     def set_apart(self, loaded: Mapping[str, Any] | None) -> None:
-        """Leave alone the modules that were edited or reloaded here while the cell ran, and say so.
+        """Skip the modules that were edited or reloaded here while the cell ran, and report them.
 
-        If ``loaded`` is None, only names are brought, and everything else is left alone.
+        If ``loaded`` is None, only variables are restored, and everything else is skipped.
         """
         contents = self._contents
         if loaded is None:
@@ -124,7 +126,7 @@ class _Incoming:
                 self._lose(f"data of {name}", why)
 
     def build(self) -> None:
-        """Build all new objects; leave out and report those that cannot be built whole."""
+        """Build all new objects; leave out and report those that cannot be built completely."""
         contents, builder = self._contents, self._builder
         self._payload.take_sources()
         for name in contents["reloaded"]:
@@ -165,7 +167,7 @@ class _Incoming:
         return f"{what} cannot be rebuilt here ({loss.reason})"
 
     def apply(self) -> Applied:
-        """Put everything in its place, and compare it with what rank 0 had."""
+        """Apply everything that was built, and compare the result with what rank 0 had."""
         applied, header, contents = self._applied, self._payload.header, self._contents
         held_back = self._held_back()
         memories = self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
@@ -208,7 +210,7 @@ class _Incoming:
         return applied
 
     def _settle(self, changed: list[int]) -> None:
-        """Settle new objects here; remember which were rank 0's share, and which had a wrapper."""
+        """Settle new objects here; record which were rank 0's shares, and which had a wrapper."""
         made, contents, lost = self._made, self._contents, self._builder.lost
         new = [made[n] for n in (*contents["states"], *changed) if n in made and n not in lost]
         try:
@@ -228,7 +230,7 @@ class _Incoming:
         remember_unwrapped(found, named)
 
     def _held_back(self) -> set[int]:
-        """Return the objects that stay as they were because a part cannot be built; report them."""
+        """Return the objects that keep their state because a part cannot be built; report them."""
         lost = self._builder.lost
         changed = self._contents["changed"].items()
         parts = {n: [c for c in state[2] if c in lost] for n, (state, _) in changed}
@@ -252,7 +254,7 @@ class _Incoming:
                 children = [self._made[c] for c in state[2]]
                 change(value, before, state, children, How(how))
             except BaseException as error:
-                # a user's __setstate__ may raise anything, SystemExit included
+                # a user's __setstate__ may raise anything, including SystemExit
                 what = f"a {type(value).__qualname__} of the notebook refused its new contents"
                 self._lose(what, f"{type(error).__name__}: {error}")
             else:
@@ -274,10 +276,10 @@ class _Incoming:
             )
 
     def _learn(self, changed: list[int]) -> None:
-        """Learn the numbers of what came, read it again, and report what differs from rank 0's.
+        """Number the new objects, read them, and report differences from rank 0's.
 
-        Memory is compared by its place, not by its content. What an object's protocol does not tell
-        cannot be compared.
+        Memory is compared by its location, not by its contents. State that an object's protocol
+        does not reveal cannot be compared.
         """
         heap, contents = self._heap, self._contents
         lost = self._builder.lost
@@ -305,16 +307,16 @@ class _Incoming:
             return False
         if isinstance(value, type):  # Python orders a class's attributes as they are set
             return False
-        if self._heap.number.get(id(value)) != n:  # it stands for the wrapper that rank 0 has
+        if self._heap.number.get(id(value)) != n:  # it replaces the wrapper that rank 0 has
             return False
         own = type(value).__module__ == "__main__" and keeps_all_attributes(type(value))
         return kind != "reading" or own
 
 
 def _in_few_lines(lost: Iterable[Lost], sharded: Collection[str]) -> list[str]:
-    """Return the lines for what is lost; names whose values are sharded there share one line.
+    """Return the lines for what is lost; variables whose values are sharded there share one line.
 
-    Whichever part of such a name did not come, the shards are the reason.
+    Whichever part of such a variable could not be sent, the shards are the reason.
     """
     shards: dict[str, None] = {}
     others: list[str] = []

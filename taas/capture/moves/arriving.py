@@ -1,4 +1,4 @@
-"""Unpack names in a rank, and keep what ``answering`` needs in order to send changes back."""
+"""Unpack variables in a rank, and record what ``answering`` needs to send changes back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _UNCHANGEABLE = (
 
 
 class Arrival:
-    """The captured names in a rank, and what is needed in order to send changes back."""
+    """The captured variables in a rank, and what is needed to send changes back."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Arrival:
         self._namespace = namespace
         set_apart(contents["apart"])
         self._marked: MemorySnapshot | None = None  # memory right before the cell
-        # memory as the last answer had it, and so the notebook: what a thread has written there
-        # since comes back with the next answer
+        # memory as in the last answer, and so in the notebook: whatever a thread has written to it
+        # since is sent with the next answer
         self._answered: MemorySnapshot | None = before._answered if before is not None else None
         known = dict[int, Stretch]()
         held = contents["held"]
@@ -96,18 +96,18 @@ class Arrival:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that arrived."""
+        """The names of the variables that arrived."""
         return self.payload.header.names
 
     @property
     def left_behind(self) -> dict[str, str]:
-        """By name, why names of the notebook did not come."""
+        """For each variable that was not sent: the reason."""
         return self.contents["left behind"]  # type: ignore[no-any-return]
 
     def run_setup_cells(self) -> None:
         """Run the setup cells that are new to this process.
 
-        Raises :class:`CaptureError` if one fails.
+        Raises :class:`CaptureError` if one of them fails.
         """
         cells = [SetupCell._make(cell) for cell in self.contents["setup"]]
         before = {**self._namespace} if cells else self._namespace
@@ -120,14 +120,14 @@ class Arrival:
         self._of_setup.update(bound)
 
     def is_of_setup(self, name: str, value: Any) -> bool:
-        """Tell whether a setup cell bound this value here; the notebook has its own."""
+        """Tell whether a setup cell bound this value here; the notebook has its own value."""
         return self._of_setup.get(name, self) is value
 
     def load(self, *, for_data: bool = False) -> Builder:
-        """Bind the names; raise :class:`CaptureError` if an object cannot be rebuilt here.
+        """Bind the variables; raise :class:`CaptureError` if an object cannot be rebuilt here.
 
-        ``for_data``: bind the names of a data process, which has no GPU, and leave out objects that
-        cannot be rebuilt.
+        ``for_data``: bind the variables of a data process, which has no GPU, and leave out objects
+        that cannot be rebuilt.
         """
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
         deleted = contents["held"]["deleted"]
@@ -155,7 +155,7 @@ class Arrival:
         return builder
 
     def bind(self, names: list[str], value: Any) -> None:
-        """Bind names to a value that no payload carries."""
+        """Bind variables to a value that no payload contains."""
         self._namespace.update(dict.fromkeys(names, value))
 
     def _build(self, builder: Builder, name: str, n: int) -> Any:
@@ -171,7 +171,7 @@ class Arrival:
     def prepare_shell(self, shell: InteractiveShell) -> None:
         """Give a rank's shell the numbers of earlier cells and their ``__future__`` imports.
 
-        Tracebacks show the numbers.
+        Tracebacks show these numbers.
         """
         contents = self.contents
         shell.compile.flags |= contents["future"]
@@ -196,14 +196,14 @@ class Arrival:
         self.last_module_before = last_imported()
         self.state.mark()
         self._marked = MemorySnapshot(self.memory.stretches, self._answered)
-        self._answered = None  # it keeps memory alive that the notebook has let go
+        self._answered = None  # it would keep alive memory that the notebook has released
 
     def patches(self, reached: set[int] | None) -> Iterator[tuple[int, int, memoryview]]:
         """Yield region, start and bytes of each changed part of the notebook's memory.
 
         ``reached`` are the objects whose memory is wanted; None means all objects.
         """
-        if self._marked is None:  # rank 0 alone was marked
+        if self._marked is None:  # :meth:`mark` is called in rank 0 only
             return
         asked = self.memory.stretches
         if reached is not None:
@@ -235,19 +235,19 @@ def arrive(
 ) -> Arrival:
     """Unpack a payload in a rank.
 
-    A rank whose names will be sent back calls :meth:`Arrival.mark` before the cell.
+    A rank that will send variables back calls :meth:`Arrival.mark` before the cell.
 
     Args:
         fd: the payload, a sealed memfd.
-        namespace: the rank's, in which the names are bound.
-        device: where CUDA tensors go. ``cuda``: each to the device number that it had. None: to
-            host memory.
-        project: the project's folder in this process; None: where it is in the notebook's.
-        before: the arrival of this process's last cell; this closes it.
+        namespace: the rank's namespace, in which the variables are bound.
+        device: the device for CUDA tensors. ``cuda``: each keeps its device number. None: host
+            memory.
+        project: the project's folder in this process; None if it is the same as in the notebook.
+        before: the arrival of this process's last cell; this call closes it.
         place: which rank this is.
 
     Raises:
-        VersionMismatch: before anything is unpickled.
+        VersionMismatch: the versions differ; raised before anything is unpickled.
         CaptureError: an object cannot be rebuilt here.
     """
     arrival = Arrival(fd, namespace, device=device, before=before, place=place)
@@ -271,7 +271,7 @@ def _load_with_state(arrival: Arrival, project: Path | None, *, for_data: bool =
 
 
 def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) -> None:
-    """Settle new objects in this process before random states are set, because it may draw."""
+    """Settle new objects in this process, before random states are set: settling may draw."""
     new = [builder.made[n] for n in builder.states if n in builder.made and n not in builder.lost]
     shares = [
         builder.made[n]
@@ -294,12 +294,12 @@ def _settle(arrival: Arrival, builder: Builder, *, without_gpu: bool = False) ->
 
 
 def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
-    """Unpack a payload in a data process: no GPU, no answer; leave out names that fail.
+    """Unpack a payload in a data process: no GPU, no answer; leave out variables that fail.
 
     Returns the objects of a ``kind`` in the order in which they were captured.
 
     Raises:
-        VersionMismatch: before anything is unpickled.
+        VersionMismatch: the versions differ; raised before anything is unpickled.
         CaptureError: one of the returned objects cannot be rebuilt here.
     """
     arrival = Arrival(fd, namespace, device=None)
@@ -313,11 +313,11 @@ def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> lis
 
 
 def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) -> Applied:
-    """Bring a run's names into a notebook that did not start it; raises as :func:`arrive` does.
+    """Restore a run's variables in a notebook that did not start it; raises as :func:`arrive` does.
 
-    The names that the cell was given are unpacked first, as in a rank, and then changed as rank 0
-    changed them. The notebook keeps its own value of a name if the cell could not have changed the
-    value: a number, text, function, class or module.
+    The variables that the cell was given are first unpacked, as in a rank, and then changed as rank
+    0 changed them. The notebook keeps its own value of a variable if the cell cannot have changed
+    the value in place: a number, string, function, class or module.
     """
     arrival = Arrival(payload_fd, namespace, device=None)
     set_apart(all_holders())

@@ -1,4 +1,4 @@
-"""The notebook's side: pack names into a payload for the ranks."""
+"""The notebook's side: pack variables into a payload for the ranks."""
 
 from __future__ import annotations
 import __future__
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-"""The compiler flags that ``from __future__ import …`` of a cell sets for all later cells."""
+"""The compiler flags that a cell's ``from __future__ import …`` sets for all later cells."""
 
 
 class Capture:
-    """The captured names of one cell: a context manager, which closes the memfd.
+    """The captured variables of one cell; a context manager that closes the memfd.
 
-    Names that the ranks still hold are not in it.
+    Variables that are still valid in the ranks are not included.
     """
 
     fd = -1
@@ -68,7 +68,7 @@ class Capture:
         self._unfit: list[str] = []
         self._run_of = "", 1  # the cell, and the number of ranks that run it
         self._wraps = False
-        self._again: list[Again] = []  # models that their library wraps again
+        self._again: list[Again] = []  # models whose library wraps them again
 
     def __enter__(self) -> Capture:
         return self
@@ -85,18 +85,18 @@ class Capture:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of arrays, tensors and texts in the names, which the notebook's objects hold."""
+        """Bytes of arrays, tensors and strings in the variables (memory of the notebook's objects)."""
         return sum(self._described.sizes.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in the payload."""
+        """The names of the variables in the payload."""
         return tuple(self._described.roots)
 
     def apply(self, answer_fd: int) -> Applied:
         """Change the notebook as the cell changed rank 0; the descriptor stays open.
 
-        Objects change in place, names are rebound.
+        Objects are changed in place; variables are rebound.
         """
         set_apart(self._described.edited)
         self._applied = apply_answer(
@@ -108,7 +108,7 @@ class Capture:
         return self._applied
 
     def kept(self) -> Kept:
-        """Return what kept ranks hold, for the next capture; call it after :meth:`apply`."""
+        """Return what kept ranks have, for the next capture; call this after :meth:`apply`."""
         namespace, project = self._described.namespace, self._described.project
         held, applied = self._held, self._applied
         if applied is None:
@@ -122,7 +122,7 @@ class Capture:
             return Kept(namespace, project, names, own, places, self.heap, applied, held.kept)
 
     def check_fit(self, cell: str, size: int, *, keep: bool) -> None:
-        """Note what of the names does not fit a run of ``size`` ranks; ``keep``: the ranks stay.
+        """Record which variables do not fit a run of ``size`` ranks; ``keep``: the ranks are kept.
 
         Raises :class:`CaptureError` for an object that the cell surely needs and these ranks cannot
         use.
@@ -156,22 +156,22 @@ class Capture:
             )
 
     def _travels_whole(self, one: Again) -> bool:
-        """Tell whether kept ranks hold no part of a model that is wrapped again."""
+        """Tell whether kept ranks have no part of a model that is to be wrapped again."""
         return min(one.by, one.module) >= len(self._held.objects)
 
     def _has_share(self, root: int) -> bool:
-        """Tell whether an object has a part that says which rank it belongs to."""
+        """Tell whether an object has a part that determines the rank to which it belongs."""
         objects = self.heap.objects
         return any(True for _ in shares_among(objects[n] for n in self.heap.reached([root])))
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
-        """Write the names, and what ranks need besides them, into a sealed memfd.
+        """Write the variables, and what else ranks need, into a sealed memfd.
 
-        Raises :class:`CaptureError` if there is no memory for it.
+        Raises :class:`CaptureError` if there is not enough memory.
         """
         check_room(self._described.sizes)
         heap = self.heap
-        first = len(self._held.objects)  # lower numbers are of what the ranks hold
+        first = len(self._held.objects)  # lower numbers belong to what the ranks already have
         contents |= self._contents(shell, first)
         new = heap.memory_ranges(range(first, len(heap.objects)))
         memory = SentMemory(new, first=self._held.kept.next_region)
@@ -188,14 +188,14 @@ class Capture:
         self._forget_what_only_data_processes_bind()
 
     def _forget_what_only_data_processes_bind(self) -> None:
-        """Take its numbers away: ranks do not build it, and their answers do not have it."""
+        """Remove the numbers of these objects: ranks do not build them, answers do not use them."""
         described, heap = self._described, self.heap
         if described.only_for_data:
             of_ranks = heap.reached([*described.roots.values(), *described.places.values()])
             heap.forget(heap.reached(described.only_for_data.values()) - of_ranks)
 
     def _contents(self, shell: InteractiveShell | None, first: int) -> dict[str, Any]:
-        """Return what the payload says beside memory; the ranks lack numbers from ``first`` on."""
+        """Return the payload's contents except memory; ranks lack the numbers from ``first`` on."""
         heap = self.heap
         files, setup = cell_numbers(shell), setup_cells()
         sources = heap.sources()
@@ -230,7 +230,7 @@ class Capture:
         return dict(sorted(roots.items(), key=lambda root: self.heap.early(root[1])))
 
     def _names_for_data(self) -> dict[str, int]:
-        """Return the names that data processes bind; empty if they bind the same as the ranks."""
+        """Return the variables that data processes bind; empty if the ranks bind the same ones."""
         only = self._described.only_for_data
         return self._in_order_of_binding(self._described.roots | only) if only else {}
 
@@ -257,7 +257,7 @@ class Capture:
         ]
 
     def _notices_of_left_behind(self) -> list[str]:
-        """Say which places and parts of names stay in the notebook."""
+        """Return lines about the places and parts of variables that stay in the notebook."""
         described = self._described
         without = [*described.without]
         for path, one in self.heap.left.items():
@@ -313,7 +313,7 @@ class Capture:
 
     @property
     def notices_of_data(self) -> list[str]:
-        """Say where data workers have another value under a name than the cell; else nothing."""
+        """Lines about variables whose value in data workers differs from the cell's."""
         found, described = [], self._described
         if described.bound_by_cell:
             found.append(
@@ -343,25 +343,25 @@ def capture(
     size: int = 1,
     keep: bool = False,
 ) -> Capture:
-    """Capture the names that a cell needs.
+    """Capture the variables that a cell needs.
 
     Args:
         cell: the text as typed.
-        namespace: the notebook's.
-        shell: the notebook's, for history and magics.
+        namespace: the notebook's namespace.
+        shell: the notebook's shell, for history and magics.
         project: the project's folder.
-        returned: the names that come back; None for all that changed.
-        kept: what the kept ranks hold.
-        anew: objects that travel even if the ranks hold them.
-        for_data: data processes unpack the payload, too, and find in it all that the delivered
-            loaders need.
+        returned: the variables to send back; None for all that changed.
+        kept: what the kept ranks have.
+        anew: objects that are sent even if the ranks have them.
+        for_data: whether data processes unpack the payload, too, and must find in it all that the
+            delivered loaders need.
         size: how many ranks run the cell.
-        keep: the ranks stay after the cell.
+        keep: whether the ranks are kept after the cell.
 
     Raises:
-        CaptureError: a surely needed name cannot be pickled, or memory is short.
+        CaptureError: a surely needed variable cannot be pickled, or memory is short.
         SyntaxError: the cell is not Python.
-        HeaderError: a name in ``returned`` cannot exist.
+        HeaderError: a variable in ``returned`` cannot exist.
     """
     with no_collection():
         future = shell.compile.flags & _FUTURE if shell is not None else 0
@@ -399,12 +399,12 @@ def _codes_of_module(name: str) -> list[types.CodeType]:
 
 
 def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[str]) -> None:
-    """Refuse a ``--return`` name if the notebook lacks it and the cell does not make it."""
+    """Reject a ``--return`` name that the notebook does not have and the cell does not bind."""
     unknown = [name for name in returned if name not in namespace]
     if needs.binds is None or not unknown:
         return
     functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
-    # a function of the notebook may bind one through ``global name``
+    # a function of the notebook may bind the variable through ``global name``
     made = needs.binds.union(*(global_names(function.__code__) for function in functions))
     for name in unknown:
         if name not in made:
@@ -417,7 +417,7 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
 def _wait_for_devices() -> None:
     """Wait for the GPU work of earlier cells before memory is read.
 
-    If some of it failed, nothing on the GPU can be trusted: raise :class:`CaptureError`.
+    If any of it failed, no data on the GPU can be trusted: raise :class:`CaptureError`.
     """
     try:
         wait_for_devices()

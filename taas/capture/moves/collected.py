@@ -1,7 +1,8 @@
-"""Copy each rank's values for ``taas.collected``, as ``--collect`` asks.
+"""Copy each rank's values to ``taas.collected``, as ``--collect`` requests.
 
-The copies are plain pickles. Classes and functions go by name, so that values are instances of the
-notebook's own classes. Tensors go as copies in host memory, detached from their graphs.
+The copies are plain pickles. Classes and functions are pickled by reference, so that the values are
+instances of the notebook's own classes. Tensors are copied to host memory, detached from their
+graphs.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from taas.protocol.framing import MessageReader, Unreadable
 from taas.runs.events import COLLECTED
 
 collected: dict[str, list[Any]] = {}
-"""By name, the values of all ranks of the last run with ``--collect``, in rank order; None for a
-value that did not come.
+"""By variable, the values of all ranks in the last run with ``--collect``, in rank order; None for
+a value that could not be collected.
 """
 
 
 _Value = tuple[bytes, str]
-"""A name's value in one rank: its pickle, and else the reason why there is none."""
+"""A variable's value in one rank: its pickle, or, if there is none, the reason."""
 _read_values = MessageReader(dict[str, _Value])
 
 
@@ -58,7 +59,7 @@ def _pack(value: Any) -> _Value:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in words that are the same in each rank."""
+    """Return an error as text that is the same in each rank."""
     return re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {fitting(text_of(error), 200)}")
 
 
@@ -93,7 +94,7 @@ def values_of(
 
 
 def _read(path: Path) -> dict[str, _Value] | None:
-    """Read what a rank wrote; None if the file is missing, or not complete."""
+    """Read what a rank wrote; return None if the file is missing or incomplete."""
     with suppress(OSError, Unreadable, CaptureError):
         check_room({path.parent.name: path.stat().st_size})
         values: dict[str, _Value] = _read_values(path.read_bytes())

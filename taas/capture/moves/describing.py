@@ -1,8 +1,9 @@
-"""Describe what travels to the ranks: the names that a cell needs, unless the ranks hold them.
+"""Describe what is sent to the ranks: the variables that a cell needs, unless the ranks have them.
 
-Two things are known only while names are described. Functions and classes in the values use other
-names, which the cell then needs, too. And if an object that travels is also a part of a name that
-the ranks hold, that name has to travel, too. :func:`describe` finds both.
+Two facts become known only while variables are described. First, functions and classes in the
+values use other variables, which the cell then needs, too. Second, an object that is sent may also
+be part of a variable that is still valid in the ranks; then that variable has to be sent, too.
+:func:`describe` finds both.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from taas.capture.moves.names import ANY, Needs, names_used_by
 from taas.errors import CaptureError
 
 LARGE = 256 << 20
-"""A name with more bytes than this is announced. All names that the cell only perhaps means have no
-more than this together.
+"""A variable with more bytes than this is announced. All variables that the cell only possibly
+means are limited to this size in total.
 """
 _NO_NAMES = frozenset[str]()
 
 
 class Asked(NamedTuple):
-    """What a cell asks for, besides names."""
+    """What a cell needs, and under which conditions."""
 
     needs: Needs
-    places: dict[str, Any]  # values that it uses and no name holds: magics, values of cells
+    places: dict[str, Any]  # values that it uses without a variable: magics, values of cells
     imports: Sequence[str]  # the submodules that it imports
-    edited: dict[str, types.ModuleType]  # modules of the project that were edited, and stay apart
+    edited: dict[str, types.ModuleType]  # edited modules of the project, which are kept separate
     for_data: bool  # data processes unpack the payload, too
 
 
 def describe(asked: Asked, held: Held, namespace: dict[str, Any], project: str) -> Described:
-    """Describe what travels; drop from ``held`` what shares objects with it, until nothing does.
+    """Describe what is sent; repeat until no variable in ``held`` shares objects with it.
 
-    Raises :class:`CaptureError` if a surely needed name cannot travel.
+    Raises :class:`CaptureError` if a surely needed variable cannot be sent.
     """
     while True:
         described = Described(asked, held, namespace, project)
@@ -53,7 +54,7 @@ def describe(asked: Asked, held: Held, namespace: dict[str, Any], project: str) 
 
 
 class Described:
-    """The names and places that travel for one cell, in a heap that continues the ranks' heap."""
+    """The variables and places sent for one cell, in a heap that continues the ranks' heap."""
 
     def __init__(self, asked: Asked, held: Held, namespace: dict[str, Any], project: str) -> None:
         self.needs, self.imports, self.edited = asked.needs, asked.imports, asked.edited
@@ -62,22 +63,22 @@ class Described:
         self.heap = Heap(Reader(namespace, project=project), [namespace], first)
         self.heap.go_on(held.kept.heap, (), first)
         self.heap.named = held.named
-        self.roots: dict[str, int] = {}  # the numbers of names
-        self.places: dict[str, int] = {}  # the numbers of values that no name holds
-        self.only_for_data: dict[str, int] = {}  # of names that only data processes bind
-        # names whose value in data processes differs from the cell's
+        self.roots: dict[str, int] = {}  # the numbers of variables
+        self.places: dict[str, int] = {}  # the numbers of values without a variable
+        self.only_for_data: dict[str, int] = {}  # variables that only data processes bind
+        # variables whose value in data processes differs from the cell's
         self.bound_by_cell: list[str] = []
-        # names that the notebook lacks, and the cell may bind
+        # variables that the notebook lacks, and that the cell may bind
         self.missing_for_data: list[str] = []
-        self.sizes: dict[str, int] = {}  # in bytes, by name
-        self.left_behind: dict[str, str] = {}  # by name, why it stays in the notebook
-        self.detached: list[str] = []  # names with tensors that lose their graph
-        self.without: list[str] = []  # why places stay
-        self.too_large: list[str] = []  # names only perhaps meant, and too large to travel
+        self.sizes: dict[str, int] = {}  # in bytes, by variable
+        self.left_behind: dict[str, str] = {}  # by variable, why it stays in the notebook
+        self.detached: list[str] = []  # variables with tensors that lose their graph
+        self.without: list[str] = []  # why places stay in the notebook
+        self.too_large: list[str] = []  # variables only possibly meant, and too large to be sent
         self._pack(asked.places, for_data=asked.for_data)
 
     def _pack(self, places: dict[str, Any], *, for_data: bool) -> None:
-        """Describe the names, and the names that functions and classes in their values use."""
+        """Describe the variables, and those that functions and classes in their values use."""
         left_out.clear()
         tell_again(but=self.held.objects)
         needs, namespace = self.needs, self.namespace
@@ -110,7 +111,7 @@ class Described:
             self.too_large += keys_without_a_name(namespace)
 
     def _add_others(self, names: Collection[str], roots: dict[str, int]) -> None:
-        """Describe names that the cell only perhaps means, as long as they are small."""
+        """Describe variables that the cell only possibly means, as long as they are small."""
         room = LARGE
         for name in sorted(names):
             if self._add(name, self.namespace[name], roots, room) is not None:
@@ -118,7 +119,7 @@ class Described:
             room -= self.sizes.get(name, 0)
 
     def _used_by(self, name: str) -> set[str]:
-        """Return the names that functions and classes in a name's value use."""
+        """Return the variables that functions and classes in a variable's value use."""
         if name in self.roots:
             return self._used_in([self.roots[name]])
         kept = self.held.kept.heap
@@ -126,15 +127,15 @@ class Described:
         return names_used_by([kept.objects[n] for n in inside], self.namespace)
 
     def _used_in(self, numbers: Iterable[int]) -> set[str]:
-        """Return the names that functions and classes in some objects use."""
+        """Return the variables that functions and classes in some objects use."""
         inside = self.heap.reached(numbers)
         return names_used_by([self.heap.objects[n] for n in inside], self.namespace)
 
     def _pack_for_data(self) -> None:
-        """Describe, for data processes, the names that the code of delivered loaders uses.
+        """Describe, for data processes, the variables that the code of delivered loaders uses.
 
-        Data processes do not run the cell. A name that the cell binds before it reads it does not
-        travel to the ranks. A data process needs it all the same, and gets the notebook's present
+        Data processes do not run the cell. A variable that the cell binds before it reads it is not
+        sent to the ranks, but a data process needs it all the same, and gets the notebook's present
         value.
         """
         namespace = self.namespace
@@ -158,7 +159,7 @@ class Described:
         self._note_bound_by_cell(found)
 
     def _add_for_data(self, name: str) -> int | None:
-        """Describe a name for data processes; return its number, or None if it stays behind."""
+        """Describe a variable for data processes; return its number, or None if it stays behind."""
         if name not in self.roots and name not in self.left_behind:
             value = self.namespace[name]
             error = self._add(name, value, self.only_for_data)
@@ -167,20 +168,20 @@ class Described:
         return self.roots.get(name, self.only_for_data.get(name))
 
     def _note_bound_by_cell(self, used: list[int]) -> None:
-        """Note the names that the loaders' code reads and the cell binds, except modules.
+        """Record the variables that the loaders' code reads and the cell binds, except modules.
 
         A module that the cell imports again is the same module.
 
         ``used`` are the numbers of the loaders, and of the objects that their code uses. Words in
-        texts do not count here: any of them may be a name, but few are.
+        strings do not count here: any of them may be a name, but few are.
         """
         namespace, binds = self.namespace, self.needs.binds
         objects = [self.heap.objects[n] for n in self.heap.reached(used)]
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
         codes = [function.__code__ for function in functions if function.__globals__ is namespace]
         read = set[str]().union(*map(global_names, codes))
-        # If the code does not say what it binds (a star, ``exec``), only the names that it surely
-        # binds are known.
+        # If the code does not show what it binds (a star import, ``exec``), only the variables that
+        # it certainly binds are known.
         bound = read & (self.only_for_data.keys() if binds is None else binds)
         self.bound_by_cell = sorted(
             name
@@ -191,7 +192,7 @@ class Described:
         self.missing_for_data = sorted(name for name in missing if not hasattr(builtins, name))
 
     def _add_places(self, places: dict[str, Any]) -> None:
-        """Describe the holders of data: loggers, formatters, and modules of the project in use."""
+        """Describe places: ``places``, loggers, formatters, and the project's modules in use."""
         held = self.held
         while new := {
             name: value
@@ -205,7 +206,7 @@ class Described:
                     self.without.append(self.left_behind[name])
 
     def modules_reached(self) -> set[str]:
-        """Return the project's modules that the cell, or what travels, uses."""
+        """Return the project's modules that the cell uses, directly or through what is sent."""
         reader = self.heap.reader
         words = self.needs.words.union(*map(words_in, self.heap.codes()))
         return modules_reached(words, {*reader.modules, *self.imports}, self.project)
@@ -238,7 +239,7 @@ class Described:
         return error
 
     def why(self, name: str, value: Any, error: Exception) -> str:
-        """Say why a name cannot travel, which part of it is to blame, and what to do."""
+        """Return why a variable cannot be sent, with the part that is the cause, and what to do."""
         found = culprit_of(name, value, Reader(self.namespace, project=self.project))
         if found is None:
             return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}."

@@ -1,9 +1,10 @@
-"""What kept ranks hold, and which of their names still hold for the next cell.
+"""What kept ranks have in memory, and which of it is still valid for the next cell.
 
-After a cell both sides know the same objects under the same numbers: those that travelled, and
-those that came back. The next payload continues these numbers. It does not name an object by an
-older number, because ranks other than 0 do not know the numbers of an answer. An object that a name
-of the ranks is bound to goes by this name.
+After a cell, notebook and ranks have the same objects under the same numbers: those that were sent,
+and those that the answer contained. The numbers of the next payload continue from there. The
+payload does not refer to an object by its earlier number, because ranks other than 0 do not know
+the numbers in an answer. An object bound to a variable in the ranks is referred to by that
+variable's name.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from taas.capture.moves.applying import Applied
 from taas.capture.moves.names import names_bound_by
 
 NONE = object()
-"""Sentinel: the notebook has no value for this name."""
+"""Sentinel: the notebook has no value for this variable."""
 UNSURE = object()
-"""Sentinel: the ranks' value for this name is unknown."""
+"""Sentinel: the ranks' value of this variable is unknown."""
 
 
 class Kept:
-    """What the ranks hold after a cell: names, places, and the notebook's objects for them.
+    """What the ranks have after a cell: variables, ``places``, and the matching notebook objects.
 
-    ``own`` are names whose value in the ranks could not come back.
+    ``places`` are values that no variable holds: modules, loggers and formatters. ``own`` are the
+    variables whose value in the ranks could not be transferred back.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Kept:
         before: Kept | None = None,
     ) -> None:
         applied = applied or Applied()
-        self.is_known = names is not None  # if not, ranks may hold anything
+        self.is_known = names is not None  # if False, the ranks may have any variables
         self.names, self.cells, self.project = names or {}, len(typed_cells()), project
         self.own, self.wrapped = frozenset(own), frozenset(applied.wrapped)
         self.places = places or {}
@@ -58,7 +60,7 @@ class Kept:
         self.next_region = applied.next_region
         reached = self.heap.reached(n for _, n in self.roots())
         self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
-        # Objects whose protocol raises here, so that a later change could not be seen. Their
+        # Objects whose protocol raises here, so that a later change could not be detected. Their
         # numbers in the ranks stay the same; objects that the cell did not touch are not read
         # again.
         known: dict[int, Exception] = before.unreadable if before is not None else {}
@@ -70,15 +72,16 @@ class Kept:
             self.heap.memories_among(reached).values()
         )
         self.stretches = {n: stretch for n, stretch in applied.memory.items() if n in used}
-        # What held for the cell was as in the snapshot before it, and so it is in the ranks; what a
-        # thread of the notebook has written there since is a change, which the next cell finds.
+        # Memory that was valid for the cell was then as in the earlier snapshot, and still is in
+        # the ranks. If a thread of the notebook has written to it since, the next cell detects a
+        # change.
         self.snapshot: MemorySnapshot = MemorySnapshot(
             self.stretches, before.snapshot if before is not None else None, applied.patched
         )
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the user: what the ranks keep, whatever the notebook does to it."""
+        """Lines for the user about what the ranks keep, whatever the notebook does with it."""
         roots, found = dict(self.roots()), []
         for n in sorted(self._new_unreadable):
             way, error = self.heap.shortest_path({n}, roots), self.unreadable[n]
@@ -91,7 +94,7 @@ class Kept:
         return found
 
     def roots(self) -> list[tuple[str, int]]:
-        """Return the names and places that have a number: they travelled there or back."""
+        """Return the variables and places that have a number because they were sent or received."""
         number = self.heap.number
         return [
             (name, number[id(value)]) for name, value in self.all.items() if id(value) in number
@@ -99,12 +102,11 @@ class Kept:
 
 
 class Held:
-    """The names and places of the ranks that still hold for one cell.
+    """The variables and places of the ranks that are still valid for one cell.
 
-    A name holds if the notebook has neither rebound it nor changed any object in its value.
-
-    A name does not hold if an object in ``anew`` is in its value. A name that does not hold travels
-    if the cell needs it; otherwise the ranks delete it.
+    A variable is valid if the notebook has neither rebound it nor changed any object in its value,
+    and if its value contains no object in ``anew``. A variable that is not valid is sent if the
+    cell needs it; otherwise the ranks delete it.
     """
 
     def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:
@@ -129,17 +131,17 @@ class Held:
 
     @property
     def names(self) -> set[str]:
-        """The names that hold."""
+        """The variables that are valid."""
         return self._holds & self.kept.names.keys()
 
     @property
     def places(self) -> set[str]:
-        """The modules, loggers and formatters that hold."""
+        """The modules, loggers and formatters that are valid."""
         return self._holds & self.kept.places.keys()
 
     @property
     def named(self) -> dict[int, str]:
-        """By id, the names of the objects that go by a name of the ranks."""
+        """By id, the names of the objects that the payload refers to by a variable of the ranks."""
         kept, names = self.kept, self.names - self.kept.own
         by_wrapped = sorted(names, key=lambda name: name not in kept.wrapped)
         return {
@@ -159,7 +161,7 @@ class Held:
             heap.describe_after(numbers, heap.reader)
             asked = numbers - kept.unreadable.keys()
             found = {n for n in asked if n in heap.failed or not heap.is_same(n)}
-        finally:  # also after an interrupt: the next cell compares with the same states
+        finally:  # also after an interrupt: the next cell must compare with the same states
             heap.take_back(length)
         changed = MemorySnapshot(kept.stretches).changed_since(kept.snapshot)
         return found | self._looking_into({n for n in kept.stretches if changed.get(n, True)})
@@ -174,7 +176,7 @@ class Held:
         return bool(gone)
 
     def let_go(self, heap: Heap) -> bool:
-        """Release names that share objects with what travels; tell whether there were any."""
+        """Invalidate variables that share objects with what is sent; tell if there were any."""
         kept, numbers = self.kept.heap, self._numbers
         ids = {
             id(kept.objects[n]): n
@@ -193,20 +195,20 @@ class Held:
 
     @property
     def objects(self) -> list[Any]:
-        """The objects that both sides know, by number; None for those that do not hold."""
+        """The objects that both sides have, by number; None for those that are not valid."""
         known = self._numbers | {NAMESPACE}
         return [value if n in known else None for n, value in enumerate(self.kept.heap.objects)]
 
     def memory(self) -> dict[int, Stretch]:
-        """Return the memory that holds, by region."""
+        """Return the memory that is valid, by region."""
         used = set().union(*(self._regions.get(n, ()) for n in self._numbers))
         return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
 
     def message_to_ranks(self, sent: Collection[str]) -> dict[str, Any]:
-        """Return the message for the ranks: which names hold, and which they delete.
+        """Return the message to the ranks: which variables are valid, and which to delete.
 
-        If the notebook does not know what the ranks hold, they delete all names. That is so after
-        an interrupt while a cell was captured, or while an answer was unpacked.
+        If the notebook does not know what the ranks have, they delete all variables. This is the
+        case after an interrupt while a cell was being captured, or an answer was being unpacked.
         """
         deleted = sorted(self.kept.names.keys() - self.names - {*sent})
         return {
@@ -218,12 +220,12 @@ class Held:
 
 
 def _bound_since(kept: Kept) -> set[str]:
-    """Return the names that the notebook's cells have bound since, as far as their code shows it.
+    """Return the variables that the notebook's cells have since bound, as far as their code shows.
 
-    This matters for constants only: a rebound constant with an equal value is the same object as
-    before. If the code does not show what it binds (a magic, ``exec``), a constant with the value
-    that the notebook had is taken as not rebound. Then each rank keeps its own value of, say,
-    ``rank``, and does not get rank 0's.
+    This matters for constants only: after a constant was rebound to an equal value, it is the same
+    object as before. If the code does not show what it binds (a magic, ``exec``), a constant that
+    still has the notebook's value is assumed not to be rebound. Each rank then keeps its own value
+    of ``rank``, for example, and does not get rank 0's.
     """
     found: set[str] = set()
     for cell in typed_cells()[kept.cells : -1]:

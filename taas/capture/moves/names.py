@@ -1,17 +1,18 @@
-"""Find the names of the notebook that a cell needs.
+"""Find the variables of the notebook that a cell needs.
 
-One pass reads the cell's syntax tree in the order in which it runs. A name that is surely bound
-before it is read is not needed; otherwise the second run of a cell would ship the first run's
-model. A name that is read in a straight line at the top of the cell is *surely* needed. A block (a
-branch, a loop, ``try``) perhaps runs: what it reads is *maybe* needed, and what it binds is bound
-only inside it.
+One pass reads the cell's syntax tree in execution order. A variable that is certainly bound before
+it is read is not needed; otherwise the second execution of a cell would send the model that the
+first one made. A variable that is read in straight-line code at the cell's top level is *surely*
+needed. A block (a branch, a loop, ``try``) may or may not run: what it reads is *maybe* needed, and
+its bindings are valid only inside the block.
 
-The body of a function counts where its name is read, because it can run from there on. The same
-holds for functions and classes of earlier cells, which are found when the names' values are
-described: what they use is needed unless it is surely bound when the name is read. The compiler
-says which names are local to functions and comprehensions.
+The body of a function is taken into account where the function's name is read, because the function
+can be called from there on. The same applies to functions and classes of earlier cells, which are
+found when the variables' values are described: the variables that they use are needed, unless they
+are certainly bound when the function or class is read. The compiler determines which names are
+local to functions and comprehensions.
 
-This assumes that nothing raises except ``raise``, and that ``__name__`` is ``"__main__"``.
+The analysis assumes that only ``raise`` raises exceptions, and that ``__name__`` is ``"__main__"``.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from taas.capture.describe.code_by_value import codes_in, global_names, names_of
 from taas.capture.describe.reading import keeps_pickling_of_object, keeps_state_of_object
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
-"""With these a cell may bind names that its code does not mention."""
+"""With these, a cell may bind variables that its code does not mention."""
 _RUN_HERE = {"time", "capture", "prun", "memit", "mprun", "lprun", "debug"}
-"""Magics that run Python which binds names of the cell."""
+"""Magics that run Python code which binds variables of the cell."""
 _OPTIONS = re.compile(r"(?:\s*-\w+(?:\s+\d+)?)+\s")
 _SWALLOWS = re.compile(r"suppress|raises|ignore", re.IGNORECASE)
 _Names = frozenset[str]
@@ -46,26 +47,27 @@ _NONE: _Names = frozenset()
 
 @dataclass
 class Needs:
-    """The names of the namespace that a cell needs."""
+    """The variables of the namespace that a cell needs."""
 
-    # names read before they are bound, in a straight line at the top of the cell
+    # variables read before they are bound, in straight-line code at the top level
     sure: set[str] = field(default_factory=set)
-    maybe: set[str] = field(default_factory=set)  # names possibly read before they are bound
-    # by name, the names that are surely bound when it is read
+    maybe: set[str] = field(default_factory=set)  # variables that may be read before they are bound
+    # for each variable: the variables that are certainly bound when it is read
     bound: dict[str, frozenset[str]] = field(default_factory=dict)
-    # names perhaps meant: the cell makes texts and looks them up
+    # variables that the cell may mean, because it looks variables up by strings that it computes
     others: set[str] = field(default_factory=set)
-    built: str = ""  # the code that does so
+    built: str = ""  # the code that computes these strings
     # all names, attributes and magics in the cell
     words: set[str] = field(default_factory=set)
-    # names that it may bind; None if it may bind any, as the code does not say (a star, ``exec``)
+    # variables that the cell may bind; None if it may bind any of them, because the code does not
+    # show which ones (a star import, ``exec``)
     binds: set[str] | None = None
 
 
 def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
-    """Find the names of ``namespace`` that a cell needs; ``cell`` is the text as typed.
+    """Find the variables of ``namespace`` that a cell needs; ``cell`` is the text as typed.
 
-    Names that the values use are found later, when the values are described.
+    Variables that the values use in turn are found later, when the values are described.
     """
     reader = _Reader(namespace)
     reader.read(python_of(cell))
@@ -78,9 +80,9 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
 
 
 def names_bound_by(cell: str) -> set[str] | None:
-    """Return the names that a cell may bind; None if it may bind any; empty if it is not Python.
+    """Return the variables that a cell may bind; None for any; an empty set if it is not Python.
 
-    ``cell`` is the text as typed, or its Python.
+    ``cell`` is the text as typed, or its Python code.
     """
     try:
         return needs_of(cell, {}).binds
@@ -89,21 +91,21 @@ def names_bound_by(cell: str) -> set[str] | None:
 
 
 class _Reader(ast.NodeVisitor):
-    """Reads code in the order in which it runs; ``touched`` are the names it may have bound."""
+    """Reads code in execution order; ``touched`` are the variables that it may have bound."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.needs = Needs()
         self.touched: set[str] = set()
         self.shells = 0
         self._namespace = namespace
-        self._unsure = 0  # number of blocks around, and of lines above that may have raised
-        self._bound = _NONE  # names surely bound so far
-        # by name, what functions and classes of the cell read when they run
+        self._unsure = 0  # number of enclosing blocks, and of earlier lines that may have raised
+        self._bound = _NONE  # variables that are certainly bound so far
+        # for each function and class of the cell: what it reads when it runs
         self._later: dict[str, _Names] = {}
         self._texts = _Texts()
 
     def read(self, code: str) -> None:
-        """Read Python of the notebook."""
+        """Read Python code of the notebook."""
         tree = ast.parse(code)
         later: list[tuple[str, Iterable[str]]] = [*_later_in(_compile(tree)).items()]
         for node in ast.walk(tree):
@@ -127,9 +129,9 @@ class _Reader(ast.NodeVisitor):
             self.visit(statement)
 
     def _use(self, names: Iterable[str], *, here: bool = False) -> None:
-        """Note names that are read, and the names that their functions read.
+        """Record names that are read, and the names that the functions of these names read.
 
-        ``here``: they are read now; otherwise when the function that is made here runs.
+        ``here``: whether they are read now, or only when the function that is defined here runs.
         """
         self.needs.words.update(names)
         waiting = [*names]
@@ -141,7 +143,7 @@ class _Reader(ast.NodeVisitor):
             waiting += self._later.get(name, _NONE).difference(waiting)
 
     def _need(self, name: str, *, sure: bool) -> None:
-        """Note that a name is read."""
+        """Record that a variable is read."""
         needs, namespace = self.needs, self._namespace
         if attributes_of(namespace.get(name)) is namespace:  # import __main__ as m
             self._need(ANY + name, sure=False)
@@ -156,11 +158,11 @@ class _Reader(ast.NodeVisitor):
             (needs.sure if sure else needs.maybe).add(name)
             needs.bound[name] = self._bound & needs.bound.get(name, self._bound)
 
-    # ---- what runs, in its order. A visitor reads the parts of its node, then does what the node
-    # itself does.
+    # ---- code that runs, in execution order. A visitor first reads the parts of its node, then
+    # applies the effect of the node itself.
 
     def visit(self, node: ast.AST) -> None:
-        """Read a node: the names in its texts first, then its parts, then what it binds."""
+        """Read a node: first the names in its strings, then its parts, then what it binds."""
         self._use(self._texts.of(node))
         super().visit(node)
 
@@ -169,7 +171,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(node)
 
     def _perhaps(self, *blocks: Sequence[ast.AST]) -> None:
-        """Read blocks each of which perhaps runs; a name is bound afterwards if all bind it."""
+        """Read blocks that may run; afterwards, only what all of them bind counts as bound."""
         before = after = self._bound
         self._unsure += 1
         for block in blocks:
@@ -188,7 +190,7 @@ class _Reader(ast.NodeVisitor):
         self.touched.update(self._namespace)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        """Read an expression on a line of its own: perhaps a magic, which IPython made a call."""
+        """Read an expression statement: possibly a magic, which IPython has converted to a call."""
         magic = magic_of(node.value)
         if magic is None:
             self.generic_visit(node)
@@ -205,7 +207,7 @@ class _Reader(ast.NodeVisitor):
         self._use([node.id], here=True)
         if isinstance(node.ctx, ast.Del):
             self._bound -= {node.id}
-            self._use([node.id])  # it travels, so that its deletion can come back
+            self._use([node.id])  # sent, so that its deletion can be sent back
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """Read ``target = value``: the value first."""
@@ -218,7 +220,7 @@ class _Reader(ast.NodeVisitor):
         self.visit(node.target)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        """Read ``target += value``, which reads the target before it binds it."""
+        """Read ``target += value``, which reads the target before it is bound."""
         if isinstance(node.target, ast.Name):
             self.visit(ast.Name(node.target.id, ast.Load()))
         self.visit(node.value)
@@ -233,7 +235,7 @@ class _Reader(ast.NodeVisitor):
             self._use(["__annotations__"])  # the statement changes this dict
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Read ``from module import names``; a star may bind any name."""
+        """Read ``from module import names``; a star import may bind any name."""
         if any(alias.name == "*" for alias in node.names):
             self._bind_any()
         else:
@@ -244,12 +246,12 @@ class _Reader(ast.NodeVisitor):
         self._bind((node.asname or node.name).partition(".")[0])
 
     def visit_arg(self, node: ast.arg) -> None:
-        """Read nothing: a parameter's annotation is read as a text, and its name is local."""
+        """Read nothing: a parameter's annotation is read as text, and its name is local."""
 
-    # ---- blocks that perhaps run
+    # ---- blocks that may run
 
     def visit_If(self, node: ast.If | ast.While) -> None:
-        """Read a test, and the blocks that perhaps run after it."""
+        """Read a test, and the blocks that may run after it."""
         self.visit(node.test)
         self._perhaps(node.body, node.orelse)
 
@@ -261,28 +263,28 @@ class _Reader(ast.NodeVisitor):
         self._perhaps([node.body], [node.orelse])
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        """Read the operands of ``and`` and ``or``; after each, the expression may end."""
+        """Read the operands of ``and`` and ``or``; evaluation may stop after each of them."""
         self._perhaps(node.values)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Read a test, and the message, which perhaps is not evaluated."""
+        """Read a test, and the message, which may not be evaluated."""
         self.visit(node.test)
         self._perhaps([] if node.msg is None else [node.msg])
 
     def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        """Read a loop; an empty one does not even bind its target."""
+        """Read a loop; a loop over an empty iterable does not even bind its target."""
         self.visit(node.iter)
         self._perhaps([node.target, *node.body], node.orelse)
 
     visit_AsyncFor = visit_For
 
     def visit_Match(self, node: ast.Match) -> None:
-        """Read a subject, and its cases, of which one perhaps runs."""
+        """Read a subject and its cases, of which at most one runs."""
         self.visit(node.subject)
         self._perhaps(*([case] for case in node.cases))
 
     def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
-        """Read a ``try``; any line of its body may be the last that runs."""
+        """Read a ``try``; execution may leave its body after any line."""
         handlers = [[handler] for handler in node.handlers]
         self._perhaps([*node.body, *node.orelse], *handlers, node.finalbody)
 
@@ -299,7 +301,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(ast.Name(node.name, ast.Del()))
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        """Read a ``with``; if it swallows exceptions, any line of it may be the last that runs."""
+        """Read a ``with``; if it suppresses exceptions, any line of it may be the last to run."""
         if _SWALLOWS.search(" ".join(map(ast.unparse, node.items))):
             self._visit_all(node.items)
             self._perhaps(node.body)
@@ -309,12 +311,12 @@ class _Reader(ast.NodeVisitor):
     visit_AsyncWith = visit_With
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Read a ``raise``; the lines below it perhaps run."""
+        """Read a ``raise``; the lines below it may not run."""
         self.generic_visit(node)
         self._unsure += 1
 
     def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
-        """Read a pattern that binds the rest of a mapping."""
+        """Read a pattern that binds the remaining items of a mapping."""
         self.generic_visit(node)
         if node.rest is not None:
             self._bind(node.rest)
@@ -327,7 +329,7 @@ class _Reader(ast.NodeVisitor):
 
     visit_MatchStar = visit_MatchAs
 
-    # ---- code with a scope of its own
+    # ---- code with its own scope
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Read a function's decorators and defaults; its body counts where its name is read."""
@@ -340,10 +342,10 @@ class _Reader(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Read a class with its body, which runs here and binds no name of the cell.
+        """Read a class with its body, which runs here and binds no variable of the cell.
 
         A name that the body binds and then reads counts as *maybe* needed: a method that runs in
-        between would read the notebook's.
+        between would read the notebook's variable.
         """
         self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
         before, touched = self._bound, {*self.touched}
@@ -377,11 +379,11 @@ class _Reader(ast.NodeVisitor):
         self._use(self._inside(node))
 
     def _inside(self, node: ast.expr) -> _Names:
-        """Return the names that an expression uses, without the ones that it makes itself."""
+        """Return the names that an expression uses, except those that it binds itself."""
         return global_names(_compile(ast.Expression(node))) | self._texts.inside(node)
 
     def _magic(self, node: ast.Expr, method: str, texts: list[str]) -> None:
-        """Read a magic: as Python if it binds names of the cell, else each word may be a name."""
+        """Read a magic: as Python if it binds the cell's variables; otherwise as possible names."""
         name, (*words, python) = texts[0], texts
         options = _OPTIONS.match(python) if method == "run_line_magic" else None
         said = options[0] if options else ""
@@ -393,14 +395,14 @@ class _Reader(ast.NodeVisitor):
         except SyntaxError:
             pass  # then it is not Python
         self._use(_words_of(*words, python))
-        if name == "run":  # the program's names become the notebook's
+        if name == "run":  # the script's variables become the notebook's
             self.needs.words.add("%run")
             self._use([_any_name(node)] if "-i" in python.split() else [])
             self._bind_any()
 
 
 def _compile(code: ast.Module | ast.Expression) -> types.CodeType:
-    """Compile code without its warnings; the process that runs it shows them."""
+    """Compile code without showing its warnings; the process that runs it shows them."""
     mode = "exec" if isinstance(code, ast.Module) else "eval"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -409,7 +411,7 @@ def _compile(code: ast.Module | ast.Expression) -> types.CodeType:
 
 
 def _later_in(code: types.CodeType) -> dict[str, _Names]:
-    """Return what functions and classes in a code read when they, or their methods, run."""
+    """Return what functions and classes in a code object read when they or their methods run."""
     found: dict[str, _Names] = {}
     for inner in codes_in(code):
         is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith(
@@ -426,7 +428,7 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
 
 
 def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[str]:
-    """Return the names that the notebook's functions and classes use, and their pickle names."""
+    """Return the variables that the notebook's functions, classes and pickle protocols use."""
     values, found = [*values], set[str]()
     kinds = {*filter(_uses_names, {*map(type, values)})}
     for value in values if kinds else ():
@@ -446,7 +448,7 @@ def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
 
 
 def _uses_names(cls: type) -> bool:
-    """Tell whether objects of a class use names: code, or a protocol that pickles other objects.
+    """Tell whether objects of a class use variables: code, or a protocol that pickles objects.
 
     Such a protocol may call ``torch.save`` in its ``__getstate__``.
     """
@@ -457,9 +459,9 @@ def _uses_names(cls: type) -> bool:
 
 
 def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
-    """Return the words in annotations that are texts; ``get_type_hints`` looks them up."""
+    """Return the words in annotations that are strings; ``get_type_hints`` looks them up."""
     is_class = isinstance(code, type)
-    # a function computes them when asked, and that leaves a mark in the class
+    # annotations are computed by a function on first access, which leaves a trace in the class
     if sys.version_info >= (3, 14):
         by_class = vars(code).get("__annotate_func__")
         annotate = by_class if is_class else getattr(code, "__annotate__", None)
@@ -473,11 +475,11 @@ def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
     return _words_of(*(text for text in (annotations or {}).values() if isinstance(text, str)))
 
 
-# ---------------------------------------------------------------- names in texts
+# ---------------------------------------------------------------- names in strings
 #
-# Code names much by text: in magics, ``eval``, ``query``, ``globals()["x"]``, ``__main__.x``,
-# annotations. Each word of such a text may be a name. If code computes the text, it may be any
-# name.
+# Code often refers to variables by strings: in magics, ``eval``, ``query``, ``globals()["x"]``,
+# ``__main__.x`` and annotations. Each word of such a string may be a name. If code computes the
+# string, it may be any name.
 
 _ALL_NAMES = {"globals", "locals", "vars", "dir"}
 _RUN_TEXT = {"eval", "exec", "ex", "ev", "run_cell"}
@@ -487,32 +489,32 @@ _LOOKS_UP = {
     *_ALL_NAMES, *_HOLD_TEXT, "__main__", "modules", "user_ns", "get_ipython", "__import__",
     "import_module",
 }  # fmt: skip
-"""A function with none of these names and attributes looks no name up by text."""
+"""A function that uses none of these names and attributes does not look up variables by strings."""
 _LIST_NAMES = {"who", "whos", "who_ls"}
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 ANY = "*"
-"""Prefix of a pseudo-name that stands for all names of the notebook; the code that may mean any of
-them follows it.
+"""Prefix of a pseudo-name that stands for all variables of the notebook, followed by the code that
+may refer to any of them.
 """
 _SHOWN = 60
 
 
 class _Texts:
-    """Finds the names in texts: their words, or ``*`` if code computes the text."""
+    """Finds the names in strings: their words, or ``*`` if code computes the string."""
 
     def __init__(self) -> None:
-        # nodes that stand for all names; the code around them says which one it means
+        # nodes that stand for all variables; the surrounding code shows which one is meant
         self._told: set[ast.AST] = set()
 
     def inside(self, node: ast.AST) -> frozenset[str]:
-        """Return the names in the texts of all code in a function, a class or an expression."""
+        """Return the names in all strings in the code of a function, a class or an expression."""
         return frozenset[str]().union(*(self.of(part, inside=True) for part in ast.walk(node)))
 
     def of(self, node: ast.AST, *, inside: bool = False) -> set[str]:
-        """Return the names that a node gives by text.
+        """Return the names that a node gives by strings.
 
-        Such texts are annotations, arguments of functions that run texts, and keys of all names
-        (``globals()["x"]``).
+        Such strings are annotations, arguments of functions that run code from strings, and keys
+        into the namespace (``globals()["x"]``).
         """
         annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
         if annotation is not None:
@@ -530,11 +532,11 @@ class _Texts:
         self._told.add(all_names)
         if not isinstance(text, str):
             return {_any_name(node)}
-        return _words_of(text) | {text}  # a whole text may be a name: globals()["0.weight"]
+        return _words_of(text) | {text}  # a whole string may be a name: globals()["0.weight"]
 
 
 def _names_in_call(node: ast.Call, name: str) -> set[str]:
-    """Return the names in the arguments of a function that runs, or looks through, texts."""
+    """Return the names in the arguments of a function that runs or searches strings."""
     first = _text_of(node.args[0]) if node.args else ""
     runs = name in _RUN_TEXT and (
         isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func)
@@ -549,7 +551,7 @@ def _text_of(node: ast.AST) -> str | None:
 
 
 def _looked_up(node: ast.AST) -> tuple[ast.AST | None, str | None]:
-    """Return where a node looks a name up, and by which text; None for a text that it computes."""
+    """Return where a node looks up a name, and by which string; None for a computed string."""
     match node:
         case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if (
             name != "__dict__"
@@ -574,7 +576,7 @@ def _stands_for_all(node: ast.AST, *, inside: bool) -> bool:
 
 
 def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
-    """Return method and texts of the call that IPython makes of ``%magic`` and ``!command``."""
+    """Return method and strings of the call into which IPython converts a magic or ``!command``."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)
@@ -586,7 +588,7 @@ def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
 
 
 def _words_of(*texts: str) -> set[str]:
-    """Return each part of the texts that may be a name."""
+    """Return each part of the strings that may be a name."""
     return {*re.findall(r"[^\W\d]\w*", " ".join(texts))}
 
 
@@ -596,12 +598,12 @@ def _words_in(node: ast.AST) -> set[str]:
 
 
 def _any_name(node: ast.AST) -> str:
-    """Return the pseudo-name for "any name", followed by the code that means it, cut to a line."""
+    """Return the pseudo-name for "any name", followed by one line of the code that means it."""
     return ANY + ast.unparse(node).partition("\n")[0][:_SHOWN]
 
 
 def _looked_up_by(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a function looks up by text, from its source in ``linecache``."""
+    """Return the names that a function looks up by strings, from its source in ``linecache``."""
     if words_in(code).isdisjoint(_LOOKS_UP):
         return frozenset()
     text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]

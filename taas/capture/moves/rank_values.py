@@ -1,9 +1,10 @@
 """Plain values that a cell computes from its rank: ``rank``, ``device``, ``files[rank::size]``.
 
-Such a value comes back as rank 0 has it, and nothing in it shows that. In a later headed cell every
-rank would use rank 0's: ``if rank == 0`` would hold in all of them. So the notebook remembers the
-names that a cell has bound through expressions with the rank in them. A later cell with several
-ranks that reads one of them gets a line.
+Such a value is returned to the notebook as rank 0 has it, and the value itself does not show that.
+In a later cell with a header, every rank would use rank 0's value: ``if rank == 0`` would be true
+in all of them. So the notebook remembers the variables that a cell has bound by expressions that
+depend on the rank. If a later cell with several ranks reads one of these variables, the user is
+told.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ _RANK = frozenset({
     "RANK", "LOCAL_RANK", "process_index", "local_process_index", "is_main_process",
     "is_local_main_process", "is_global_zero",
 })  # fmt: skip
-"""Names, attributes and environment variables that say which rank a process is."""
+"""Names, attributes and environment variables that tell a process its rank."""
 _CHOOSE = {
     "ConcatDataset", "DataLoader", "Subset", "TensorDataset", "enumerate", "get", "getenv", "int",
     "islice", "list", "range", "select", "shard", "slice", "sorted", "take", "tuple",
 }  # fmt: skip
-"""Functions that choose parts of data, or return what they are given."""
+"""Functions that select parts of data, or return what they are given."""
 _OF_DATA = re.compile(r"Dataset|Subset|Loader|Sampler")
 
 _known: dict[str, tuple[int, int]] = {}
-"""In a notebook, by name: the id of a value that is rank 0's, and the last cell for which it holds.
+"""In a notebook, by variable: the id of a value that is rank 0's, and the last cell for which this
+is true.
 
-Only the id is kept, because the value may be a large part of the data and must not live longer.
-If another object has this id by now, the only cost is an unneeded line.
+Only the id is stored, because the value may be a large part of the data and must not be kept alive.
+If another object has this id by now, the only cost is an unnecessary message.
 """
 
 
 def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
-    """Note, after a cell of several ranks, which of the notebook's names are rank 0's."""
+    """Record, after a cell with several ranks, which of the notebook's variables are rank 0's."""
     with contextlib.suppress(SyntaxError):
         for name, is_part in names_of_rank(cell, namespace).items():
             if name in namespace and _may_be_of_rank(namespace[name], is_part=is_part):
@@ -50,10 +52,10 @@ def remember_rank_values(cell: str, namespace: dict[str, Any]) -> None:
 
 
 def rank_values(namespace: dict[str, Any]) -> Iterator[str]:
-    """Yield the names whose value is still rank 0's."""
+    """Yield the variables whose value is still rank 0's."""
     cells = typed_cells()
     running = max(len(cells) - 1, 0)
-    # each cell is read once, however many names it binds
+    # each cell is read once, however many variables it binds
     bound_by: dict[str, set[str] | None] = {}
     for name, (number, asked) in [*_known.items()]:
         holds = id(namespace.get(name, _known)) == number
@@ -70,7 +72,7 @@ def rank_values(namespace: dict[str, Any]) -> Iterator[str]:
 
 
 def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
-    """Tell whether a value may depend on the rank: it is the rank, or a part chosen by it."""
+    """Tell whether a value may depend on the rank: it is the rank, or a part selected by it."""
     device = attribute_of("torch", "device", ())
     if isinstance(value, device):
         return value.index is not None
@@ -82,7 +84,7 @@ def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
 
 
 def names_of_rank(cell: str, namespace: dict[str, Any]) -> dict[str, bool]:
-    """Return the names that a cell binds by the rank, and whether it chooses a part by it."""
+    """Return the variables that a cell computes from the rank; True for parts of data."""
     said = {
         name
         for name, value in namespace.items()
@@ -110,9 +112,10 @@ def _is_device_of(node: ast.expr) -> bool:
 
 
 def _words_of(node: ast.AST, *, but_arguments: bool = False) -> set[str]:
-    """Return the names, attributes and texts in an expression.
+    """Return the names, attributes and strings in an expression.
 
-    ``but_arguments``: leave out arguments of calls, except of functions that choose or return them.
+    ``but_arguments``: leave out the arguments of calls, except of functions that select or return
+    them.
     """
     found = set[str]()
     waiting = [node]
@@ -131,7 +134,7 @@ def _words_of(node: ast.AST, *, but_arguments: bool = False) -> set[str]:
 
 
 def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[list[str], ast.expr]]:
-    """Yield the names that statements outside functions bind, and the values, in order."""
+    """Yield the names that statements outside functions bind, with the values, in order."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,1 +1,1 @@
-"""The state of a process beside its objects: settings, random numbers, setup cells."""
+"""Process state other than objects: settings, random states and setup cells."""
