@@ -1,12 +1,12 @@
-"""Environment variables: those that cells change travel, those about a process stay with it.
+"""Environment variables: those that cells change are sent; those about a process stay with it.
 
 Three kinds stay:
 
-* those that describe a rank, such as torchrun's variables;
-* those that a library sets in the process that uses it, without the user's wish (a compiler's
-  default cache);
-* those that name a process or a socket of the rank, such as wandb's ``WANDB_SERVICE``: they are of
-  no use once it has ended.
+* variables that describe a rank, such as torchrun's;
+* variables that a library sets in the process that uses it, without a request by the user (a
+  compiler's default cache);
+* variables that refer to a process or a socket of the rank, such as wandb's ``WANDB_SERVICE``: they
+  are useless once it has ended.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LEFT_BY_LIBRARIES = {
     # wandb's service, which a process starts for itself
     "WANDB_SERVICE": re.compile(r"\d+-\d+-(unix|tcp)-.*"),
 }
-"""Variables that libraries set themselves. Each process sets them again, and a value that a user
-has set does not match the pattern.
+"""Variables that libraries set themselves. Each process sets them again, and a value set by the
+user does not match the pattern.
 """
 _COARSE_CLOCK = 5
 """CLOCK_REALTIME_COARSE (clock_gettime(2)), the clock of file times; Python has no name for it."""
@@ -51,24 +51,24 @@ def inherited_variables() -> dict[str, str]:
 
 
 def changed_variables() -> tuple[str, ...]:
-    """Return the variables that this process has set, changed or removed since it began."""
+    """Return the variables that this process has set, changed or removed since it started."""
     inherited = inherited_variables()
     names = inherited.keys() | os.environ.keys()
     return tuple(sorted(name for name in names if inherited.get(name) != os.environ.get(name)))
 
 
 def sendable_variables() -> tuple[dict[str, str], list[str]]:
-    """Return the environment that a message can carry, and the names that never travel.
+    """Return the environment that a message can contain, and the names that are never sent.
 
-    Variables that the notebook itself set travel with its names, whatever their bytes. Variables
-    that a library set for this process do not travel, and are not reported.
+    Variables that the notebook itself has set are sent with its Python variables, whatever their
+    bytes. Variables that a library has set for this process are neither sent nor reported.
     """
     changed = changed_variables()
     of_here = {name for name in changed if _is_of_library(name, os.environ.get(name, ""))}
     environ = {
         n: value for n, value in os.environ.items() if is_utf8(n + value) and n not in of_here
     }
-    # the forkserver, which reads it, has another working directory
+    # the forkserver, which reads the environment, has another working directory
     if text := environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] = absolute_import_path(text)
     left_out = os.environ.keys() - environ.keys() - {*changed}
@@ -76,35 +76,35 @@ def sendable_variables() -> tuple[dict[str, str], list[str]]:
 
 
 def is_utf8(text: str) -> bool:
-    """Tell whether a text from the system is UTF-8; Python reads other bytes as lone surrogates."""
+    """Tell whether a string from the system is UTF-8; Python uses surrogates for other bytes."""
     return text.encode(errors="ignore").decode() == text
 
 
 def is_a_ranks_own(name: str, value: str) -> bool:
-    """Tell whether a variable describes a rank, or a library set it for its process: it stays."""
+    """Tell whether an environment variable stays, as it describes a rank or a library set it."""
     describes = name in _A_RANKS_OWN or name.startswith(_A_RANKS_OWN_PREFIXES)
     return describes or _is_of_library(name, value)
 
 
 def _is_of_library(name: str, value: str) -> bool:
-    """Tell whether a library set a variable for the process that uses it."""
+    """Tell whether a library set a variable for the process that uses the library."""
     left = _LEFT_BY_LIBRARIES.get(name)
     return left is not None and left.fullmatch(value) is not None
 
 
-# ------------------------------------------------------- variables that name a process
+# ------------------------------------------------------ variables that refer to a process
 
 
 def file_time() -> int:
-    """Return the time in nanoseconds that a file made now would have."""
+    """Return the time in nanoseconds that a file created now would have."""
     return time.clock_gettime_ns(_COARSE_CLOCK)
 
 
 def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
-    """Remove the variables that name this process, a child or a socket; return the reasons.
+    """Remove the variables that refer to this process, a child or a socket; return the reasons.
 
-    A socket counts if this process, or a process for it, made it after ``since``
-    (:func:`file_time`), or if no process serves it.
+    A socket counts if it was created after ``since`` (:func:`file_time`), or if no process serves
+    it.
     """
     reasons = {
         name: why for name, value in told.items() if value and (why := _process_in(value, since))
@@ -115,7 +115,7 @@ def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
 
 
 def _process_in(value: str, since: int) -> str:
-    """Return which process or socket a value names, in words; empty if it names none."""
+    """Return a description of the process or socket to which a value refers; empty if none."""
     for path in re.findall(r"/[^\s:;,'\"]+", value):
         if _is_of_rank(path, since):
             return f"the socket {path}, which no process serves once the ranks have ended"
@@ -139,10 +139,10 @@ def _is_of_rank(path: str, since: int) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as visit:
         try:
             visit.connect(path)
-        except ConnectionRefusedError:  # its process is gone
+        except ConnectionRefusedError:  # its process has ended
             return True
         except OSError:
-            # A process serves it: it speaks another protocol, is busy, or does not admit this user.
+            # A process serves it: it uses another protocol, is busy, or does not admit this user.
             return False
     return False
 
@@ -151,7 +151,7 @@ def _is_of_rank(path: str, since: int) -> bool:
 
 
 def put_variables(_: ModuleType, told: dict[str, str | None]) -> None:
-    """Set variables, and remove those that are None."""
+    """Set environment variables, and remove those that are None."""
     os.environ.update({name: value for name, value in told.items() if value is not None})
     for name in [name for name, value in told.items() if value is None]:
         os.environ.pop(name, None)

@@ -2,17 +2,18 @@
 
 Only this module uses cloudpickle's private parts.
 
-It differs from cloudpickle in this:
+It differs from cloudpickle as follows:
 
-* A function of the notebook is rebuilt on the namespace at which it arrives, so that it sees what
-  the cell rebinds and ``global`` works. A function that a module made is rebuilt on that module's.
-* Closures that share a variable still share it: cells travel as objects.
-* A class is its attributes: a class that is known already gets the changed ones in place.
-* From Python 3.14 on, a function computes annotations. It travels as any other function does, and
-  looks names up in the class where it arrives.
+* A function of the notebook is rebuilt with the receiving namespace as its globals, so that it sees
+  variables that the cell rebinds, and ``global`` works. A function that was created by code of a
+  module is rebuilt with that module's namespace as its globals.
+* Closures that share a variable still share it, because closure cells are sent as objects.
+* A class is sent as its attributes; if the receiver already has the class, changed attributes are
+  updated in place.
+* From Python 3.14 on, annotations are computed by a function. That function is sent like any other,
+  and looks names up in the receiver's class.
 
-``tests/test_capture_code.py`` fails on a release of cloudpickle whose private parts have other
-shapes.
+``tests/test_capture_code.py`` fails with a release of cloudpickle whose private parts have changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from taas.base.import_hooks import attributes_of
 from taas.capture.describe.reading import Reading, import_or_stand_in, read_insides, set_insides
 
 TESTED_CLOUDPICKLE = "3.1"
-"""The series whose private parts this module was written against."""
+"""The release series whose private parts this module was written for."""
 
 _LAZY_ANNOTATIONS = sys.version_info >= (3, 14)
 _NOTHING = object()
@@ -44,8 +45,8 @@ _PYTHONS_OWN = {
     "__classdictcell__",
 }  # fmt: skip
 _ANNOTATE = "__annotate_func__"
-"""The function that computes a class's annotations, from Python 3.14 on. It is None once code has
-asked a class that has no annotations.
+"""The function that computes a class's annotations, from Python 3.14 on. For a class without
+annotations, it is None once code has requested them.
 """
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
@@ -55,7 +56,7 @@ _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.W
 def dispatch_table() -> dict[type, Any]:
     """Return cloudpickle's table of reducers as one dict (its ChainMap costs 1 µs per object).
 
-    cloudpickle turns a memoryview into bytes, which no longer view anything. pickle refuses
+    cloudpickle converts a memoryview to bytes, which no longer share memory. pickle rejects
     memoryviews, and so does this module.
     """
     table = dict(_cloudpickle.Pickler.dispatch_table)
@@ -75,17 +76,17 @@ _IN_EVERY_CLASS = _names_in(compile("class C: pass", "", "exec").co_consts[0])
 
 
 def codes_in(code: types.CodeType) -> list[types.CodeType]:
-    """Return the code of the functions, classes and comprehensions directly inside a code."""
+    """Return the code objects of functions, classes and comprehensions directly inside another."""
     return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
 def words_in(code: types.CodeType) -> set[str]:
-    """Return the names and attributes that occur in a code."""
+    """Return the names and attributes that occur in a code object."""
     return {*code.co_names}.union(*map(words_in, codes_in(code)))
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the global names that code, with the code nested in it, reads, binds or deletes.
+    """Return the global names that code, including nested code, reads, binds or deletes.
 
     For a class body, these include the names of the class.
     """
@@ -99,7 +100,7 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 def names_of(code: types.FunctionType | type) -> set[str]:
     """Return the global names that a function or class uses, and the name by which pickle finds it.
 
-    One that was made inside a function has no such name.
+    A function or class that was defined inside a function has no such name.
     """
     used = global_names(code.__code__) if isinstance(code, types.FunctionType) else ()
     outermost, *inner = code.__qualname__.split(".")
@@ -114,13 +115,13 @@ def _new_cell() -> types.CellType:
 
 
 def _dict_of(cls: type) -> dict[str, Any]:
-    """Return the dict behind a class's attributes, which ``vars`` shows read-only."""
+    """Return the dict behind a class's attributes; ``vars`` returns a read-only proxy for it."""
     found: dict[str, Any] = gc.get_referents(vars(cls))[0]
     return found
 
 
 def _class_with(attributes: Any) -> type | None:
-    """Return the class that owns this attribute dict, if any; annotations look names up in it."""
+    """Return the class with this attribute dict, if any; annotations look names up in the dict."""
     if type(attributes) is not dict or "__module__" not in attributes:
         return None
     own = (one.__objclass__ for one in attributes.values() if isinstance(one, _DESCRIPTORS))
@@ -140,7 +141,7 @@ def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
 
 
 def read_cell(cell: types.CellType) -> Reading:
-    """Read a cell as an empty one that is filled later, because a closure may contain itself."""
+    """Read a closure cell as an empty one that is filled later: a closure may contain itself."""
     try:
         contents: tuple[Any, ...] = (cell.cell_contents,)
     except ValueError:
@@ -164,7 +165,7 @@ _OF_FUNCTIONS = (
 
 
 def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Reading:
-    """Read a function whose globals are ``namespace``; the receiver puts its own in their place."""
+    """Read a function whose globals are ``namespace``; the receiver replaces them by its own."""
     arguments = (function.__code__, namespace, function.__closure__)
     annotate = getattr(function, "__annotate__", None)
     made_when_asked = _LAZY_ANNOTATIONS and annotate is not None
@@ -179,9 +180,9 @@ def goes_by_name(function: types.FunctionType) -> bool:
 
 
 def read_of_module(function: types.FunctionType) -> Reading | None:
-    """Read a function that code of a module has made, such as a wrapper.
+    """Read a function that code of a module has created, such as a wrapper.
 
-    Return None if it goes by name, or if the receiver cannot import its module.
+    Return None if it is sent by name, or if the receiver cannot import its module.
     """
     name = function.__globals__["__name__"]
     there = attributes_of(sys.modules.get(name))
@@ -206,7 +207,7 @@ def _change_code(function: types.FunctionType, _: Any, code: types.CodeType, *__
 def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
     """Set a class's attributes to these; an attribute that is the same object is left alone."""
     (attributes,) = state
-    # an enumeration is made with its members, and with what Python derives of them
+    # an enumeration is created with its members, and with what Python derives from them
     if not issubclass(cls, enum.Enum):
         for name in vars(cls).keys() - attributes.keys():
             if not _is_made_by_python(cls, name):
@@ -220,7 +221,7 @@ def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
 
 
 def _is_made_by_python(cls: type, name: str) -> bool:
-    """Tell whether Python sets an attribute itself wherever the class is made."""
+    """Tell whether Python itself sets an attribute whenever the class is created."""
     value = vars(cls)[name]
     return (
         name in _PYTHONS_OWN
@@ -230,7 +231,7 @@ def _is_made_by_python(cls: type, name: str) -> bool:
 
 
 def read_class(cls: type) -> Reading | None:
-    """Read a class with all its attributes as its state; None if it goes by reference."""
+    """Read a class with all its attributes as its state; None if it is sent by reference."""
     if isinstance(cls.__module__, str) and cls.__module__ not in sys.modules:
         # a public name of its module that is not imported yet (``numpy.rec``)
         import_or_stand_in(cls.__module__)
@@ -263,13 +264,13 @@ def _keep_class(*_: Any) -> None:
 
 
 def _read_cached_property(cached: functools.cached_property[Any]) -> Reading:
-    """Read a ``functools.cached_property``, whose lock (before Python 3.12) cannot travel."""
+    """Read a ``functools.cached_property``; its lock (before Python 3.12) cannot be sent."""
     state = {name: value for name, value in vars(cached).items() if name not in ("func", "lock")}
     return Reading(functools.cached_property, (cached.func,), _update, (state,))
 
 
 def read_cached(cached: Any) -> Reading | None:
-    """Read a function under ``functools.lru_cache`` by value, without its cached results."""
+    """Read a function with ``functools.lru_cache`` by value, without its cached results."""
     if _cloudpickle._lookup_module_and_qualname(cached) is not None:
         return None
     set_by_it = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters"}

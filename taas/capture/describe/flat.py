@@ -1,19 +1,21 @@
-"""Flat states: what an object consists of, with numbers in place of other objects.
+"""Flat states: the contents of objects, with numbers in place of other objects.
 
-A **flat state** is ``(kind, blob, children)``. The blob is a marshalled text of all parts that need
-no identity. It uses marshal's version 2, which has no references, so that equal values have equal
-bytes, and ``1``, ``1.0`` and ``True`` differ. The children are the numbers of all other objects in
-it, in the order in which the blob has them: :data:`REF` stands there for each.
+A **flat state** is ``(kind, blob, children)``. The blob contains, marshalled, all parts whose
+identity does not matter. It uses marshal's version 2, which has no references, so that equal values
+have equal bytes, and ``1``, ``1.0`` and ``True`` differ. The children are the numbers of all other
+objects in the object, in the order in which they occur in the blob, where :data:`REF` stands for
+each.
 
-These need no identity:
+Identity does not matter for these:
 
-* numbers and texts, and tuples of them;
-* a plain list or dict that only its one parent holds, as its reference count shows. A large plain
-  subtree is checked level by level, in a few calls of C;
-* objects that a protocol makes only to be pickled, and that nothing else holds. The blob has them
-  as :func:`inline` writes them.
+* numbers and strings, and tuples of them;
+* a plain list or dict to which only its one parent refers, as its reference count shows. A large
+  plain subtree is checked level by level, in a few C calls;
+* objects that a protocol creates only for pickling, and to which nothing else refers. The blob
+  contains them in the form that :func:`inline` returns.
 
-If a ``REF`` or an inline object is among some items, they are a tuple in the blob, else a list.
+If a sequence of items includes a ``REF`` or an inline object, it is a tuple in the blob, otherwise
+a list.
 
 An example: ``box = [tensor, box, "a"]``. ``box`` has the number 1, and the other objects have the
 numbers that follow. The states are::
@@ -23,14 +25,14 @@ numbers that follow. The states are::
                     (REF, REF, REF, 0, (3,), (1,), False, False, "cpu"), []),
                                                                               6, 7, 8))
     3   ("global",  ("taas.capture.describe.tensors", "_make_tensor"),                ())
-         … 4, 5: what sets and what changes it; 6: ("torch", "Tensor")
+         … 4, 5: setter and changer; 6: ("torch", "Tensor")
     7   ("memory",  (address, nbytes),                                       ())
     8   ("reading", (1, None, (REF, None, None), ["torch", "float32"], []),  (9,))
     9   ("global",  ("taas.capture.describe.reading", "find"),                        ())
 
-State 2 is an :class:`OfReading`: object 3 makes the tensor of its class, its memory, its dtype and
-six plain arguments; the tensor has no state besides these. ARCHITECTURE.md follows ``box`` to a
-rank and back.
+State 2 is an :class:`OfReading`: object 3 makes the tensor from its class, its memory, its dtype
+and six plain arguments; the tensor has no other state. ARCHITECTURE.md follows ``box`` to a rank
+and back.
 """
 
 from __future__ import annotations
@@ -77,13 +79,13 @@ _Content = tuple[str, Any]
 """The kind of an object, and the content of its blob before it is marshalled."""
 
 REF = ...
-"""In a blob: the next child."""
+"""In a blob: stands for the next child."""
 
 
 def inline(said: _Content) -> tuple[Any, ...]:
-    """Return how the blob of a parent has an object without a number.
+    """Return the representation, in the blob of its parent, of an object without a number.
 
-    No other value begins in this way: ``...`` itself goes by its name, and so has a number.
+    No other value begins in this way: ``...`` itself is sent by name, and so has a number.
     """
     return (REF, *said)
 
@@ -91,8 +93,8 @@ def inline(said: _Content) -> tuple[Any, ...]:
 class OfReading(NamedTuple):
     """The content of a blob of the kind ``reading`` (:class:`reading.Reading`)."""
 
-    made_of: int  # the object is made of that many of its first children; the others are its state
-    is_attributes: bool | None  # whether its state is attributes of it; None: it has no state
+    made_of: int  # made from that many leading children; the others are its state
+    is_attributes: bool | None  # whether its state is its attributes; None: it has no state
     by: Any  # constructor, setter and changer
     arguments: Any
     state: Any
@@ -108,7 +110,7 @@ class OfObject(NamedTuple):
 
 
 class Fresh(enum.Enum):
-    """Whether an object was made only to be described, so that nothing else can hold it."""
+    """Whether an object was created only for the description, so that nothing else refers to it."""
 
     NO = "others may hold it"
     MADE = "a protocol made it, maybe of parts that others hold"
@@ -118,33 +120,33 @@ class Fresh(enum.Enum):
 _BOXES = frozenset({list, dict, tuple})
 _PLAIN = ATOMS | _BOXES
 _NUMBERED = (MemoryRange, types.FunctionType, type)
-"""Types that get a number even if they were made afresh: memory, and code, which uses names."""
+"""Types that get a number even if they were newly created: memory, and code, which uses names."""
 _LARGE = 8
-"""From that many items on it pays to check whether a container is a plain subtree."""
+"""From this number of items on, it pays to check whether a container is a plain subtree."""
 _PUBLIC = {"posix": "os", "_io": "io"}
-"""Where built-ins go by their public names: there a rank has another one in a function's place."""
+"""Modules in which built-ins are found by public names; a rank replaces the function there."""
 _DEEPEST = 64
 _HELD = (
     ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
     ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"),
     ("sys", "stderr"), ("traitlets", "All"),
 )  # fmt: skip
-"""Objects known by their identity (``default is SUPPRESS``; what ``exec`` puts into a namespace).
-They go by their name in a module.
+"""Objects that are compared by identity (``default is SUPPRESS``, what ``exec`` puts into a
+namespace). They are sent by their name in a module.
 """
 
 _atomic = ATOMS.issuperset
 _count = sys.getrefcount
 
 
-# -------------------------------------------------------- other holders: reference counts, measured
+# -------------------------------------------- detecting other references by reference counts
 
 
 def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
     """Pair objects with their reference counts.
 
-    The count is ``_ALONE`` for an object that only its container, and the copy of the container's
-    items, hold.
+    The count is ``_ALONE`` for an object to which only its container, and the copy of the
+    container's items, refer.
     """
     return zip(values, map(_count, values), strict=True)
 
@@ -152,11 +154,11 @@ def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
 _held_once = [[]]  # type: ignore[var-annotated]
 _ALONE = next(iter(_with_counts(list(_held_once))))[1]
 _IN_MAP = max(map(_count, [[]]))
-"""The reference count, inside ``map``, of an object that only the mapped container holds."""
+"""The reference count, inside ``map``, of an object to which only the mapped container refers."""
 
 
 def _is_leaf(box: Any) -> bool:
-    """Tell whether everything in a container is plain, and held only by its parent in there."""
+    """Tell whether everything in a container is plain, with no references from outside."""
     inner, others = (box, 0) if type(box) is list else (gc.get_referents(box), 1)
     for _ in range(_DEEPEST):
         kinds = set(map(type, inner))
@@ -164,7 +166,7 @@ def _is_leaf(box: Any) -> bool:
             return False
         if kinds <= ATOMS:
             return True
-        # ``others`` are the lists made here, which hold the boxes as their parents do.
+        # ``others`` counts the lists created here, which refer to the boxes as their parents do.
         boxes = inner
         if not kinds.isdisjoint(ATOMS):
             boxes, others = [value for value in inner if type(value) in _BOXES], others + 1
@@ -183,7 +185,7 @@ def _is_alone_inside(box: Any) -> bool:
 
 
 def _counts_tell() -> bool:
-    """Check on known containers that reference counts show what only the parent holds."""
+    """Check, with known containers, that reference counts show whether others refer to a part."""
     makers: list[Callable[[], Any]] = [
         lambda: [[n] for n in range(2)],
         lambda: [0, [1], {2: 2}],
@@ -196,7 +198,7 @@ def _counts_tell() -> bool:
         box = make()
         level = [box]
         while level := [one for one in gc.get_referents(*level) if type(one) in _BOXES]:
-            if _is_leaf(box):  # the list of the level holds it, too
+            if _is_leaf(box):  # the list of the level refers to it, too
                 return False
         if not _is_leaf(box):
             return False
@@ -234,9 +236,9 @@ class LeftAttribute(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A part that does not come back, the reason, and the name that it is a part of.
+    """A part that is not sent back, the reason, and the variable to which it belongs.
 
-    ``why`` is empty if ``what`` has the reason.
+    ``why`` is empty if ``what`` includes the reason.
     """
 
     what: str
@@ -252,19 +254,19 @@ class Lost(NamedTuple):
 class FlatStates:
     """Objects by number, and their flat states.
 
-    The first objects are those that both sides know; the namespace has number 0.
+    The first objects are those that both sides have; the namespace has number 0.
 
-    ``named`` has, by id, the name of each object that goes by a name of the ranks. For memory from
-    number ``collected`` on, all tensors and spans that look into it are collected. ``left`` has, by
-    how code writes them, the parts of modules, loggers and formatters that stay behind; ``parted``
-    has the attributes that stay with their process.
+    ``named`` contains, by id, the name of each object that is sent as a variable of the ranks. For
+    memory with numbers from ``collected`` on, all tensors and spans that use it are collected.
+    ``left`` contains the parts of modules, loggers and formatters that stay behind, by their access
+    paths; ``parted`` contains the attributes that stay with their process.
     """
 
     def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
         self.reader = reader
         self.objects: list[Any] = list(objects)
         self.states: list[State | None] = [None] * len(self.objects)
-        self.before: list[State | None] = []  # the states before, while two are compared
+        self.before: list[State | None] = []  # the earlier states, while two are compared
         self.number = {id(value): n for n, value in enumerate(self.objects)}
         self.collected = collected
         self.memories: dict[tuple[int, int], int] = {}
@@ -289,14 +291,15 @@ class FlatStates:
         return n
 
     def walk(self) -> None:
-        """Describe all objects that were entered, and all that is in them."""
+        """Describe all objects that were entered, and everything in them."""
         while self._todo:
             self.describe_again(self._todo.pop())
 
     def describe_again(self, n: int) -> None:
-        """Describe an object as it is now.
+        """Describe an object in its present state.
 
-        If its own protocol raises, the error is noted, and the object's attributes are compared.
+        If the object's own protocol raises, the error is recorded, and the object's attributes are
+        compared instead.
         """
         value = self.objects[n]
         try:
@@ -307,12 +310,12 @@ class FlatStates:
                 self.states[n] = _state(self._plain, value)
 
     def back_to(self, length: int) -> None:
-        """Forget the objects that were entered since there were ``length``."""
+        """Forget the objects that were entered since there were ``length`` of them."""
         self.forget(range(length, len(self.objects)))
         del self.objects[length:], self.states[length:]
 
     def forget(self, numbers: Collection[int]) -> None:
-        """Forget some objects; their numbers stay taken."""
+        """Forget some objects; their numbers are not used again."""
         for n in numbers:
             if self.number.get(id(self.objects[n])) == n:
                 del self.number[id(self.objects[n])]
@@ -387,12 +390,12 @@ class FlatStates:
             names, held = None, self._split([], children)
         else:
             told = names_told(value, attributes)
-            # not a copy of the dict: the copy would count as another holder of the values
+            # not a copy of the dict: the copy would count as another reference to the values
             parts = [attributes[name] for name in told]
             names = told if _atomic(map(type, told)) else self._split(told, children)
             held = self._split(parts, children)
         inside = self._split([*slots.values()], children) if slots else []
-        return "object", (names, held, [*slots], inside)  # as OfObject has them
+        return "object", (names, held, [*slots], inside)  # in the order of OfObject
 
     def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Content:
         before = len(children)
@@ -413,10 +416,10 @@ class FlatStates:
         return "reading", tuple(OfReading(made_of, is_attributes, by, made, told))
 
     def _builtin(self, function: Any, children: list[int], _: Fresh) -> _Content:
-        """Describe a built-in: by its name in its module, else as a method of its owner.
+        """Describe a built-in: by its name in its module, or else as a method of its owner.
 
-        Most methods do not know their module, and a search through all loaded modules for each is
-        slow. So the owner is asked first: ``random.random`` is found in the module of its class.
+        Most methods do not know their module, and a search through all loaded modules for each one
+        is slow. So the owner is used first: ``random.random`` is found in the module of its class.
         """
         owner, name, module = function.__self__, function.__name__, function.__module__
         is_method = owner is not None and not isinstance(owner, types.ModuleType)
@@ -445,9 +448,10 @@ class FlatStates:
     ) -> list[Any] | tuple[Any, ...]:
         """Return values with a ``REF`` for each that has a number; ``children`` gets the numbers.
 
-        The result is a tuple if a ``REF`` or an inline object is in it, else a list. ``fresh``
-        tells whether something else can hold the values. ``may_change``: containers that can change
-        may stand in the blob. They may not in the blob of a constant, which is never written again.
+        The result is a tuple if it includes a ``REF`` or an inline object, otherwise a list.
+        ``fresh`` tells whether other objects can refer to the values. ``may_change``: whether the
+        blob may include mutable containers. The blob of a constant may not, because it is never
+        written again.
         """
         if _atomic(map(type, values)) and (
             len(values) > _LARGE or self._held.keys().isdisjoint(map(id, values))
@@ -475,7 +479,7 @@ class FlatStates:
         return (*out,) if marked else out
 
     def _is_inline(self, box: Any, alone: bool) -> bool:
-        """Tell whether a small container may stand in a blob: it is constant, or has one holder."""
+        """Tell whether a small container can be part of a blob: constant, or with one reference."""
         if type(box) is not tuple and (not alone or id(box) in self.number):
             return False
         return _atomic(map(type, box)) and (
@@ -509,8 +513,8 @@ def _state(say: Callable[[Any, list[int]], _Content], value: Any) -> State:
 def _freshness_inside(fresh: Fresh, items: Iterable[Any]) -> Fresh:
     """Return how fresh the items of a container are, from how fresh the container is.
 
-    A container that a protocol made may have tensors or arrays that look into memory of others.
-    Then its items are described as objects that others hold.
+    A container that a protocol made may contain tensors or arrays that share memory with others.
+    Its items are then described like objects to which others refer.
     """
     if fresh is Fresh.STATE:
         return Fresh.MADE
@@ -520,7 +524,7 @@ def _freshness_inside(fresh: Fresh, items: Iterable[Any]) -> Fresh:
 
 
 def _are_attributes(value: Any, reading: Reading) -> bool:
-    """Tell whether a protocol tells attributes of the object and nothing else, perhaps not all."""
+    """Tell whether a protocol returns only attributes of the object, though perhaps not all."""
     told, *rest = reading.state or (None,)
     if reading.setter is not set_by_protocol or type(told) is not dict:
         return False

@@ -1,15 +1,16 @@
-"""Holders of data besides names: modules of the project, loggers, display formatters.
+"""Objects other than variables that hold data: modules of the project, loggers, formatters.
 
-A module travels by its name. The state of a project's module is its data (``helper.counter``) and
-the data of its classes (``helper.Model.count``). They travel if the cell reaches the module through
-anything that it uses. Functions and classes are not data unless the notebook defined them: the
-module's file has them. If the ranks have another version of the module than the notebook (its file
-was edited in between), each side keeps its own data. An object that another process cannot rebuild
-from names (a lock, a library opened by ctypes) stays behind: the ranks' module has its own.
+A module is sent by name. The state of a project module is its data (``helper.counter``) and the
+data of its classes (``helper.Model.count``). These data are sent if the cell reaches the module
+through anything that it uses. Functions and classes are not data unless the notebook defined them,
+because the module's file contains them. If the ranks have another version of the module than the
+notebook (its file was edited in between), each side keeps its own data. An object that another
+process cannot rebuild from names (a lock, a library opened by ctypes) is not sent: the ranks'
+module has its own.
 
 A logger's state is its handlers and filters, except those of a library or of the program that runs
-the kernel (levels are settings: ``process_state``). A formatter's state says which function shows
-which class.
+the kernel (levels are settings: ``process_state``). A formatter's state says which function
+displays which class.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from taas.capture.describe.reading import (
 )
 
 _ANY_MODULE = ({"import_module"}, {"__import__"}, {"sys", "modules"}, {"runpy"}, {"%run"})
-"""Code with all words of one of these sets may reach modules that it does not name."""
+"""Code that contains all words of one of these sets may reach modules that it does not mention."""
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
 _HOLDS = {"pandas": "options.display.float_format"}
-"""Attributes of libraries' modules that may hold a function of the notebook."""
+"""Attributes of libraries' modules that may refer to a function of the notebook."""
 
 
 # ---------------------------------------------------------------- data
@@ -56,9 +57,9 @@ _HOLDS = {"pandas": "options.display.float_format"}
 _known: set[str] = set()
 _maybe_of_projects: list[str] = []
 _put: set[str] = set()
-"""Attributes that were put into modules: what replaces such a value is data, too."""
+"""Attributes that were set in modules: a value that replaces such a value is data, too."""
 left_out: dict[int, Any] = {}
-"""Parts of holders that cannot travel, by id; each process has its own."""
+"""Parts of holders that cannot be sent, by id; each process has its own."""
 apart: set[str] = set()
 """Display names of the holders that keep their data because the other side has another version."""
 
@@ -70,11 +71,11 @@ def set_apart(names: Iterable[str]) -> None:
 
 
 class Left:
-    """In a module's state, stands for data that each process has of its own."""
+    """In a module's state, stands for data of which each process has its own."""
 
 
 def survey() -> None:
-    """Note which modules may belong to a project; before a fork, so that it costs ranks nothing."""
+    """Record which modules may belong to a project; called before a fork, to save ranks time."""
     _maybe_of_projects.extend(filter(may_be_of_project, imported_since(_known)))
 
 
@@ -91,19 +92,19 @@ def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
 
 
 def loaded_as(project: str) -> dict[str, Any]:
-    """Return, by name, what a reload replaces in each imported module of the project."""
+    """Return the spec of each imported project module, by name; a reload replaces it."""
     return {name: module.__spec__ for name, module in _of_project(project)}
 
 
 def edited_modules(project: str) -> dict[str, types.ModuleType]:
-    """Return, by display name, the project's modules whose file was edited after the import."""
+    """Return the project's modules whose file was edited after the import, by display name."""
     return {
         name_of_holder(module): module for name, module in _of_project(project) if is_edited(name)
     }
 
 
 def reader_of_module(module: types.ModuleType, project: str) -> Reading:
-    """Read a module by its name; a module of the project also has its data, unless set apart."""
+    """Read a module by name; a module of the project also has data, unless it is set apart."""
     name = module.__name__
     has_data = name in _HOLDS or (bool(project) and name in dict(_of_project(project)))
     if not has_data or name_of_holder(module) in apart:
@@ -113,11 +114,8 @@ def reader_of_module(module: types.ModuleType, project: str) -> Reading:
     return Reading(import_or_stand_in, (name,), _set_data, (told,))
 
 
-"""Return the data of a module, each by its dotted path in the module."""
-
-
 def data_of(module: types.ModuleType) -> dict[str, Any]:
-    """Return the data of a module, by the way from it to them."""
+    """Return the data of a module, by their dotted paths in the module."""
     name = module.__name__
     if name in _HOLDS:
         found = operator.attrgetter(_HOLDS[name])(module) if hasattr(module, "options") else None
@@ -146,7 +144,7 @@ def _held(module: types.ModuleType, way: str) -> tuple[Any, str]:
     holder: Any = module
     *classes, attribute = way.split(".")
     for cls in classes:
-        holder = getattr(holder, cls, None) or type(cls, (), {})  # the file lacks the class by now
+        holder = getattr(holder, cls, None) or type(cls, (), {})  # the file no longer has the class
     return holder, attribute
 
 
@@ -166,10 +164,10 @@ def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, An
 
 
 def _is_data(value: Any) -> bool:
-    """Tell whether a part of a module or class is data: no code, unless the notebook defined it."""
+    """Tell whether a part of a module or class is data: no code, except the notebook's."""
     if isinstance(value, _CODE) or attribute_of_class(type(value), "__get__") is not None:
         parts = [value]
-        if not isinstance(value, (type, types.ModuleType)):  # those may answer to any name
+        if not isinstance(value, (type, types.ModuleType)):  # those may respond to any name
             parts += [getattr(value, name, None) for name in ("__func__", "fget", "func")]
         return any(getattr(part, "__module__", "") == "__main__" for part in parts)
     cls = type(value)
@@ -180,7 +178,7 @@ def _is_data(value: Any) -> bool:
 
 
 def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
-    """Return the project's modules that ``words`` or ``named`` mean, with all that they use."""
+    """Return the project's modules that ``words`` or ``named`` mean, and those they use."""
     modules = dict(_of_project(project))
     if any(any_module <= words for any_module in _ANY_MODULE):
         return {*modules}
@@ -209,7 +207,8 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
 
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
 _listed: set[str] = set()
-"""Holders that once held something of the notebook: that they no longer do is their state."""
+"""Holders that once had something from the notebook; their being empty now is part of their state.
+"""
 
 
 def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
@@ -222,9 +221,9 @@ def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
 
 
 def holders(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
-    """Return the holders that hold something of the notebook, by display name.
+    """Return the holders that have something from the notebook, by display name.
 
-    Of the project's modules, only those in ``modules``; None means all.
+    Project modules are included only if they are in ``modules``; None means all.
     """
     found = {name_of_holder(one): one for one in _all()}
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
@@ -250,7 +249,7 @@ def all_holders() -> list[str]:
 
 
 def name_of_holder(holder: Any) -> str:
-    """Return the name of a module, a logger or a display formatter in messages."""
+    """Return the name of a module, logger or display formatter in messages."""
     if isinstance(holder, types.ModuleType):
         return f"the module {holder.__name__}"
     if isinstance(holder, logging.Logger):
@@ -265,7 +264,7 @@ def holder_kinds() -> tuple[type, ...]:
 
 
 def parts_of_holder(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a module, logger or formatter, each with how code writes it."""
+    """Yield the parts of a module, logger or formatter, each with the code that accesses it."""
     if isinstance(holder, types.ModuleType):
         yield from ((f"{holder.__name__}.{way}", part) for way, part in data_of(holder).items())
         return
@@ -294,7 +293,7 @@ def all_loggers() -> Iterator[logging.Logger]:
 
 
 def _stays(log: logging.Logger, item: Any) -> bool:
-    """Tell whether a handler stays here: a library or the kernel owns it, or it cannot travel."""
+    """Tell whether a handler stays: a library or the kernel owns it, or it cannot be sent."""
     if id(item) in left_out:
         return True
     homes = getattr(item, "__module__", ""), type(getattr(item, "formatter", None)).__module__
@@ -339,7 +338,7 @@ def _set_handler(handler: Any, told: tuple[dict[str, Any]]) -> None:
 
 
 def go_to_ends() -> None:
-    """Move open log files to their ends, because other processes have written since."""
+    """Move open log files to their ends, because other processes have written to them since."""
     for known in list(logging._handlerList):  # type: ignore[attr-defined]
         handler = known()
         stream = handler.stream if isinstance(handler, logging.FileHandler) else None

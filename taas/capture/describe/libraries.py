@@ -1,14 +1,14 @@
-"""Read objects of libraries whose own protocols leave parts out; move state to its device.
+"""Read library objects whose own protocols omit parts; move optimizer state to its device.
 
 * Optimizers and schedulers wrap each other's ``step`` in functions of this process; their protocols
   drop hooks.
-* pandas copies a block before it writes to it if another frame or series looks into the same
-  memory. It counts them in an object that such blocks share. Pickle leaves that object out, so a
-  column taken from a frame would change with the frame. A series' pickle leaves out the block
-  itself; an index made from a column looks into it, too.
-* DataLoaders with persistent workers hold their worker processes.
-* Bars of tqdm and gradient scalers refer to their process (``progress``).
-* Objects with traits (widgets) notify observers when they change; their pickles leave these out.
+* pandas copies a block before it writes to it if another frame or series shares the memory. It
+  counts these users in an object that the blocks share. Pickle omits this object, so that a column
+  taken from a frame would change with the frame. A series' pickle omits the block itself; an index
+  made from a column shares its memory, too.
+* DataLoaders with persistent workers refer to their worker processes.
+* tqdm bars and gradient scalers refer to their process (``progress``).
+* Objects with traits (widgets) notify observers when they change; their pickles omit the observers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from taas.capture.describe.reading import (
 )
 
 _rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that were built in this process and have not stepped since."""
+"""Optimizers that were rebuilt in this process and have not stepped since."""
 
 _ReaderOf = Callable[[Any], Reading | None]
 
@@ -38,7 +38,7 @@ _ReaderOf = Callable[[Any], Reading | None]
 def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     """Return the reader for objects of a library's class, or None.
 
-    ``answers``: the objects go to the notebook, which has all users of a pandas block.
+    ``answers``: the objects are sent to the notebook, which has all users of a pandas block.
     """
     traits = attribute_of("traitlets", "HasTraits")
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
@@ -61,7 +61,7 @@ def _read(value: Any, setter: Callable[[Any, Any], None], without: str) -> Readi
 
 
 def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
-    """Set a DataLoader; its persistent workers belong to its process."""
+    """Set a DataLoader's state; its persistent workers belong to its process."""
     iterator, own = vars(loader).get("_iterator"), keep_own(loader, state[0])
     vars(loader).clear()
     vars(loader).update(*state, **own | {"_iterator": iterator})
@@ -87,7 +87,7 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
     optimizer.__dict__.update(*state, **own)
     if step is not None:
         optimizer.step = step
-    # ``_patch_step_function`` sets it; some wrappers never call that
+    # ``_patch_step_function`` sets it; some wrappers never call that function
     if "_zero_grad_profile_name" in optimizer.__dict__:
         optimizer._patch_step_function()
     _rebuilt.add(optimizer)
@@ -115,7 +115,7 @@ def _mark_step(optimizer: Any) -> None:
     optimizer.step = marked
 
 
-# ---------------------------------------------------------------- blocks of pandas
+# ---------------------------------------------------------------- pandas blocks
 
 
 def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
@@ -123,7 +123,7 @@ def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
     references = getattr(internals, "BlockValuesRefs", None)
     if references is None:  # pandas is not imported, or does not copy on write
         return None
-    if cls is references:  # blocks register with it where they arrive
+    if cls is references:  # blocks register with it at the receiver
         return (lambda _: Reading(cls, ())) if answers else _read_references
     if cls is sys.modules["pandas.core.internals.managers"].SingleBlockManager:
         return lambda manager: Reading(cls, (manager.blocks[0], manager.axes[0]))
@@ -134,7 +134,7 @@ def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
 
 def _read_index(index: Any) -> Reading:
     constructor, arguments = index.__reduce__()[:2]
-    references = vars(index).get("_references")  # a RangeIndex makes its own when asked
+    references = vars(index).get("_references")  # a RangeIndex creates its own on access
     shared = references if references is not None and references.has_reference() else None
     return Reading(constructor, arguments, _set_index, (shared,))
 
@@ -210,15 +210,15 @@ def wait_for_devices() -> None:
         return
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     for number in range(torch.cuda.device_count()):
-        if has_context is None or has_context(number):  # synchronize() would make a context
+        if has_context is None or has_context(number):  # synchronize() would create a context
             torch.cuda.synchronize(number)
 
 
 def join_devices_at_first_step() -> None:
-    """In a rank: move the state of a travelled optimizer when the cell first steps it.
+    """In a rank: move the state of a received optimizer when the cell first steps the optimizer.
 
-    Parameters that were trained on a GPU came back to host memory, with their state. The cell moves
-    the parameters to the GPU again, but nothing moves the state.
+    Parameters that were trained on a GPU came back to host memory, together with the optimizer's
+    state. The cell moves the parameters to the GPU again, but nothing moves the state.
     """
     if not _rebuilt:
         return
@@ -235,9 +235,9 @@ def join_devices_at_first_step() -> None:
 def join_devices(objects: list[Any]) -> None:
     """Move new state of optimizers and new buffers of modules to the device of their parameters.
 
-    Parameters that a cell moved to a GPU return to the device that they had. Tensors that the cell
-    made beside them on the GPU have to follow, or the next step in the notebook fails. Tensors
-    among the ``objects`` stay where they are.
+    Parameters that a cell moved to a GPU return to the device that they had. Other tensors that the
+    cell created on the GPU for them have to follow, or the next step in the notebook fails. Tensors
+    that are in ``objects`` stay where they are.
     """
     if loaded("torch.optim") is None:
         return

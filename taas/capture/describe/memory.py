@@ -1,20 +1,20 @@
 """The memory of tensors and arrays, by address: written once, and mapped by each receiver.
 
-Memory that overlaps, such as an array's and that of the tensor made from it, forms one **region**
-of the file, so that objects which shared memory still share it. A region is as long as its memory,
-but only the used parts are written: the rest is a hole and costs nothing. So a small view of a
-giant storage is cheap and keeps its offset and strides.
+Overlapping memory, such as an array's and that of the tensor made from it, forms one **region** of
+the file, so that objects which shared memory still share it. A region is as long as its memory, but
+only the used parts are written: the rest is a hole and costs nothing. So a small view of a huge
+storage is cheap, and keeps its offset and strides.
 
-A state names memory by its address in the sender; the file's header says which region that is. A
-:class:`Stretch` says where a process has a region: in the notebook's own memory, in the mapped
-payload of a rank, or in memory that an answer brought. In an answer the payload's regions keep
-their numbers, and new regions follow.
+A state refers to memory by its address in the sender; the file's header maps addresses to regions.
+A :class:`Stretch` is the location of a region in a process: in the notebook's own memory, in the
+mapped payload of a rank, or in memory that an answer brought. In an answer, the payload's regions
+keep their numbers, and new regions follow.
 
 Memory is read, and changed parts are written, by address. No lock stops the notebook's own threads
-meanwhile. What a thread writes while a payload is written may travel in part, and what it writes
-while an answer is applied may be overwritten. The owners are held, so that memory is not freed; but
-if a thread resizes a storage between the check of its place (``Stretch.is_there``) and the write,
-the write goes to the old place.
+meanwhile. Data that a thread writes while a payload is being written may be sent in part, and data
+that it writes while an answer is being applied may be overwritten. References to the owners are
+held, so that the memory is not freed; but if a thread resizes a storage after its location was
+checked (``Stretch.is_there``) and before the write, the data are written to the old location.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from taas.base.import_hooks import loaded
 from taas.base.wording import first_line
 
 NAME = "taas-names"
-"""The system's name for files of names; each is sealed before another process sees it."""
+"""The name under which the system shows the memfds of captured variables; each is sealed before
+another process sees it.
+"""
 _PAGE = mmap.PAGESIZE
 _SMALL_ALIGNMENT = 64
 
@@ -59,7 +61,7 @@ class Region(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Bytes of a payload's region that the rank changed, and their place in the answer."""
+    """Bytes of a payload's region that the rank changed, and their offset in the answer."""
 
     region: int
     start: int
@@ -77,7 +79,10 @@ class RegionPlace(NamedTuple):
 
 
 def find_place(places: list[RegionPlace], address: int, nbytes: int) -> tuple[int, int] | None:
-    """Return the region of some memory, and the offset in it; None if no sorted place has it."""
+    """Return the region of some memory and the offset in the region; None if no place contains it.
+
+    ``places`` are sorted.
+    """
     at = bisect.bisect(places, (address, sys.maxsize)) - 1
     if at < 0:
         return None
@@ -97,18 +102,18 @@ def overlapping(places: list[RegionPlace], address: int, nbytes: int) -> Iterato
 
 @dataclass(slots=True, eq=False)
 class MemoryRange:
-    """Memory that tensors and arrays look into: a storage's, or that of the root of array views."""
+    """Memory that tensors and arrays use: a storage's, or that of the root of array views."""
 
-    address: int  # on its device; if the memory is empty, a negative number that no other one has
+    address: int  # on its device; a unique negative number if the memory is empty
     nbytes: int
-    # keeps it alive: the storage, the root of the array views, or the stretch around it
+    # keeps the memory alive: the storage, the root of the array views, or the enclosing stretch
     owner: Any
     locate: Callable[[], int] | None = None  # returns the present address of the owner's memory
     device: str = "cpu"
     storage: Any = None  # over all of it
     buffer: memoryview | None = None
     spans: list[Span] = field(default_factory=list)  # the used parts
-    # the tensors on it: a change raises their version counters
+    # the tensors that use it: a change increments their version counters
     tensors: list[Any] = field(default_factory=list)
 
     def as_buffer(self) -> memoryview:
@@ -168,10 +173,10 @@ def _read_at(fd: int, target: memoryview, offset: int) -> None:
 
 
 class SentMemory:
-    """The memory that a sender names and the receiver lacks; ``known`` is what both have.
+    """The memory that a sender refers to and the receiver lacks; ``known`` is what both have.
 
-    ``first`` is the number of its first region. After :meth:`lay_out`, ``regions`` says where they
-    are in the file, and ``stretches`` where this process has them.
+    ``first`` is the number of its first region. After :meth:`lay_out`, ``regions`` has their
+    locations in the file, and ``stretches`` their locations in this process.
     """
 
     def __init__(
@@ -184,7 +189,7 @@ class SentMemory:
         self.stretches: dict[int, Stretch] = {}
 
     def lay_out(self, start: int) -> int:
-        """Give all memory its place in a file, after ``start`` bytes; return the file's size."""
+        """Assign file locations, from ``start`` bytes on, to all memory; return the file's size."""
         groups: list[list[MemoryRange]] = []
         end = -1
         for memory in sorted(self._memories, key=lambda memory: (memory.address, -memory.nbytes)):
@@ -208,12 +213,12 @@ class SentMemory:
         return start
 
     def places(self) -> list[RegionPlace]:
-        """Return where this process has all regions that the receiver will know."""
+        """Return the locations in this process of all regions that the receiver will have."""
         new = (RegionPlace(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())
         return sorted([*self._known, *new])
 
     def write(self, fd: int) -> None:
-        """Write the used parts of all memory; a device's memory goes through host memory."""
+        """Write the used parts of all memory; a device's memory is copied through host memory."""
         for region, stretch in zip(self.regions, self.stretches.values(), strict=True):
             address, host = stretch.in_host_memory()
             for start, end in region.spans:
@@ -221,7 +226,7 @@ class SentMemory:
 
 
 def merge_spans(spans: list[Span]) -> tuple[Span, ...]:
-    """Return spans in order, with those joined that touch."""
+    """Return spans in order; adjacent and overlapping ones are merged."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -243,12 +248,12 @@ class Stretch:
     owner: Any
     device: str = "cpu"  # of the storages on it
     storages: dict[Span, Any] = field(default_factory=dict)  # over parts of it, by (start, length)
-    met: list[MemoryRange] = field(default_factory=list)  # the notebook's memory there
+    met: list[MemoryRange] = field(default_factory=list)  # the notebook's memory in it
     spans: tuple[Span, ...] = ()  # the used parts
-    is_mapped: bool = False  # a private mapping of a sealed file: what nobody wrote to is the file
+    is_mapped: bool = False  # a private mapping of a sealed file: unwritten pages are the file's
 
     def is_there(self) -> bool:
-        """Tell whether it is still in its place; a storage and an array can be resized."""
+        """Tell whether it is still at its address; a storage or an array can be resized."""
         return all(
             memory.locate is None or memory.locate() == memory.address for memory in self.met
         ) and all(
@@ -282,7 +287,7 @@ class Stretch:
         return (copies[-1].data_ptr() if copies else self.address), copies
 
     def places(self, region: int) -> Iterator[RegionPlace]:
-        """Yield its places; each storage on a device has a place of its own."""
+        """Yield its locations; each storage on a device has its own."""
         yield RegionPlace(self.address, self.nbytes, region, 0)
         for (start, nbytes), storage in self.storages.items():
             if storage.device.type != "cpu" and nbytes:
@@ -320,9 +325,9 @@ class Stretch:
 
 
 class MemoryTable:
-    """The memory that states name, by region; ``places`` say where the sender had it.
+    """The memory that states refer to, by region; ``places`` are its locations in the sender.
 
-    ``missing``: by region, why it is not here.
+    ``missing``: for each region that is not here, the reason.
     """
 
     def __init__(
@@ -336,7 +341,7 @@ class MemoryTable:
 
     def open(self, address: int, nbytes: int) -> MemoryRange:
         """Return the memory that the sender had at an address."""
-        if not nbytes:  # an empty tensor's; an array's state says itself that it has no memory
+        if not nbytes:  # an empty tensor's; the state of an empty array itself has no memory
             return memory_of_storage(sys.modules["torch"].UntypedStorage(0))
         found = find_place(self._places, address, nbytes)
         if found is None:
@@ -354,7 +359,7 @@ class MemoryTable:
         return {n for memory in memories for n in overlapping(places, *memory)}
 
     def places(self) -> list[RegionPlace]:
-        """Return where this process has all of it."""
+        """Return the locations of all of it in this process."""
         there = [(n, stretch) for n, stretch in self.stretches.items() if stretch.is_there()]
         return sorted(place for n, stretch in there for place in stretch.places(n))
 
@@ -362,7 +367,7 @@ class MemoryTable:
 def new_memory(region: Region, fd: int) -> Stretch:
     """Return a region as ordinary memory of this process.
 
-    A mapping would stay as long as anything in it is used, and a write would double its pages.
+    A mapping would stay as long as anything in it is used, and each written page would be a copy.
     """
     torch = loaded("torch")
     storages = {}
@@ -380,41 +385,44 @@ def new_memory(region: Region, fd: int) -> Stretch:
 
 # ---------------------------------------------------------------------------------- changes
 #
-# Memory is compared by checksums of its parts, which only the process that made them looks at.
+# Memory is compared by checksums of its parts, which are only used in the process that computed
+# them.
 #
-# In host memory they are XXH3's of 128 bits. Whoever wrote there, and how, makes no difference: a
-# thread, the system, another process, a device, ``x.data.add_(1)``, of which torch's own counter of
-# changes knows nothing.
+# In host memory, they are 128-bit XXH3 checksums. They detect a write no matter what wrote to the
+# memory, and how: a thread, the system, another process, a device, or ``x.data.add_(1)``, which
+# torch's own version counter does not register.
 #
-# A rank maps its payload privately. A page of it that nobody wrote to is the file's, and the file
-# is sealed: such pages are not read. The first write gives this process a page of its own, and the
-# system tells the one kind from the other (docs.kernel.org/admin-guide/mm/pagemap.html). So a cell
-# that only looks into a large array costs nothing but the look at its pages.
+# A rank maps its payload privately. A page to which nothing was written is still the file's page,
+# and the file is sealed, so such pages are not read. The first write gives this process its own
+# copy of the page, and the system distinguishes the two kinds
+# (docs.kernel.org/admin-guide/mm/pagemap.html). So for a cell that only reads a large array, the
+# only cost is a check of its pages.
 #
-# Memory of a device is added up there. A part's words of 64 bits are multiplied by random numbers
-# and added, modulo 2⁶⁴; so are their upper halves, since of a word that differs in its highest bits
-# only (all numbers negated) the first sum knows little. Whatever differs, both sums stay the same
-# with a probability below 2⁻³².
+# Memory of a device is summed on the device. The 64-bit words of a part are multiplied by random
+# numbers and added, modulo 2⁶⁴; so are their upper halves, because the first sum depends little on
+# a change of only the highest bits of words (all numbers negated). Whatever differs, the
+# probability that both sums stay the same is below 2⁻³².
 
 _PART = 1 << 18
-"""Bytes of a part: what is written to is sent in whole parts."""
+"""Bytes of a part: a part that was written to is sent as a whole."""
 _ON_DEVICE = 16 << 20
-"""Bytes that a device adds up at once; it needs room for three times as many."""
+"""Bytes that a device sums at once; it needs space for three times as many."""
 _GROUP = 64
-"""Parts that a thread reads at a time; from so many on, there are several threads."""
+"""Parts that a thread reads at a time; if there are more, several threads are used."""
 _THREADS = 4
-"""As many threads read memory at most: a few are as fast as the memory is."""
+"""The maximum number of threads that read memory: a few are as fast as the memory."""
 
 Checksum = bytes | tuple[int, ...]
 _AS_SENT = b""
-"""The checksum of pages that are the payload's."""
+"""The checksum of pages that are still the payload's."""
 
 
 class MemorySnapshot:
-    """The checksums of memory as it is now, by region and part.
+    """The checksums of memory in its present state, by region and part.
 
-    Regions that ``known`` has, of the same memory, are taken from there and not read, but for those
-    that were ``written``. Memory that is not where it was is left out.
+    The checksums of regions that ``known`` contains for the same memory are taken from there,
+    without reading the memory, except for regions that were ``written``. Memory that is no longer
+    at its address is left out.
     """
 
     def __init__(
@@ -433,7 +441,7 @@ class MemorySnapshot:
         self._sums |= _checksums_of(unread)
 
     def changed_since(self, before: MemorySnapshot) -> dict[int, list[Span]]:
-        """Return the parts that differ, for each region that both have."""
+        """Return the parts that differ, for each region that both snapshots contain."""
         found: dict[int, list[Span]] = {}
         for n, now in self._sums.items():
             if n in before._sums:
@@ -467,10 +475,11 @@ def _checksums_of(stretches: dict[int, Stretch]) -> dict[int, dict[Span, Checksu
 
 
 def _read_in_threads(memory: list[memoryview]) -> list[bytes]:
-    """Return the checksums of parts of memory; of much memory several threads read some each.
+    """Return the checksums of parts of memory; if there are many, several threads read them.
 
-    The threads are no executor's: at the end of a cell a rank shuts all executors down, as Python
-    does at its own end, and packs its names after that (:func:`taas.rank.cell.wait_for_threads`).
+    The threads do not belong to an executor: at the end of a cell, a rank shuts all executors down,
+    as Python does at exit, and packs its variables after that
+    (:func:`taas.rank.cell.wait_for_threads`).
     """
     groups = [memory[at : at + _GROUP] for at in range(0, len(memory), _GROUP)]
     found: list[list[bytes]] = [[] for _ in groups]
@@ -492,12 +501,12 @@ def _read_in_threads(memory: list[memoryview]) -> list[bytes]:
             thread = threading.Thread(target=read_groups, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads may be started here: fewer read all of it
+            except RuntimeError:  # no more threads can start here: fewer of them read it all
                 break
             threads.append(thread)
         read_groups()
     finally:
-        # After an interrupt the caller lets go of memory, which no thread may be reading then.
+        # After an interrupt, the caller releases memory, which no thread may be reading then.
         with contextlib.suppress(queue.Empty):
             while True:
                 due.get_nowait()
@@ -507,7 +516,7 @@ def _read_in_threads(memory: list[memoryview]) -> list[bytes]:
 
 
 class _PageMap:
-    """What the system knows of this process's pages; nothing, where it does not say."""
+    """The system's information about this process's pages; empty if there is none."""
 
     def __enter__(self) -> _PageMap:
         try:
@@ -517,7 +526,7 @@ class _PageMap:
         written = mmap.mmap(-1, _PAGE, mmap.MAP_PRIVATE)
         written[0] = 1
         address = ctypes.addressof(ctypes.c_char.from_buffer(written))
-        if self.are_of_file(address, address + _PAGE):  # a sandbox's, which knows no pages
+        if self.are_of_file(address, address + _PAGE):  # in a sandbox that does not track pages
             self.__exit__()
         return self
 
@@ -527,10 +536,10 @@ class _PageMap:
             self._fd = -1
 
     def are_of_file(self, start: int, end: int) -> bool:
-        """Tell whether these are whole pages of a private mapping that nobody has written to.
+        """Tell whether these are whole pages of a private mapping to which nothing was written.
 
-        Of each page the three highest bits of 64 say whether it is there, whether it is swapped,
-        and whether it is one of a file.
+        The three highest of the 64 bits for each page say whether it is present, whether it is
+        swapped, and whether it is a page of a file.
         """
         if self._fd < 0 or start % _PAGE or end % _PAGE:
             return False
@@ -561,7 +570,7 @@ def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Checksum]]:
 
 
 def _sums_of_parts(memory: Any) -> Any:
-    """Return both sums of each part of a flat tensor of bytes, computed where it is."""
+    """Return both sums of each part of a flat tensor of bytes, computed on its device."""
     import torch
 
     weights = _weights_on(memory.device)
@@ -581,6 +590,6 @@ def _weights_on(device: Any) -> Any:
 
 
 def _parts(start: int, end: int) -> Iterator[Span]:
-    """Yield the parts of a span of a region, cut where a part of the region begins."""
+    """Yield the parts of a span of a region, cut at the region's part boundaries."""
     for low in range(start - start % _PART, end, _PART):
         yield max(low, start), min(low + _PART, end)

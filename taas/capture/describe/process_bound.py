@@ -1,18 +1,19 @@
-"""Objects that belong to a process, or to a rank of a run, and do not arrive as rank 0's.
+"""Objects that depend on a process, or on a rank of a run, and are adapted at the receiver.
 
-**State of the process.** An instance whose ``__dict__`` *is* a dict of its class (the Borg pattern:
-accelerate's ``PartialState``) describes its process. Where it arrives, it is tied to the dict that
-the class has there. Settings in it travel; what the process has found out about itself does not
-(``process_bound_libraries`` lists it).
+**Process state.** An instance whose ``__dict__`` *is* a dict of its class (the Borg pattern, as in
+accelerate's ``PartialState``) describes its process. At the receiver, the instance is tied to the
+class's dict there. Settings in the dict are sent; facts that the process has determined about
+itself are not (``process_bound_libraries`` lists them).
 
-**Shares.** An object that says that it is rank 0 of N (a ``DistributedSampler``, accelerate's
-``BatchSamplerShard``) becomes the receiving rank's in a run of N ranks. In a run of another size,
-and in the notebook, it stays rank 0's. This holds for samplers and loaders, wherever they were
-made, and for any object that rank 0 has sent, such as ``args`` with ``args.rank``.
+**Shares.** An object whose attributes say that it belongs to rank 0 of N (a ``DistributedSampler``,
+accelerate's ``BatchSamplerShard``) is changed to the receiving rank in a run of N ranks. In a run
+of another size, and in the notebook, it stays rank 0's. This applies to samplers and loaders,
+wherever they were made, and to any object that rank 0 has sent, such as ``args`` with
+``args.rank``.
 
-**Wrappers.** ``DistributedDataParallel`` is taken off on the way to the notebook. The notebook
-remembers the modules, because a later cell that trains one without its wrapper would not
-synchronise gradients.
+**Wrappers.** ``DistributedDataParallel`` is removed from models that are sent to the notebook. The
+notebook remembers these modules, because a later cell that trains one of them without its wrapper
+would not synchronise gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ReaderOf = Callable[[Any], Reading | None]
 
 
 class Place(NamedTuple):
-    """The place of this process in its run."""
+    """The rank of this process, and the size of its run."""
 
     rank: int
     size: int
@@ -46,7 +47,7 @@ class Place(NamedTuple):
 
 @once_per_class
 def _dicts_of(cls: Any) -> tuple[tuple[type, str], ...]:
-    """Return the dicts that a class holds: the base that has it, and its name there."""
+    """Return the dicts that are attributes of a class: the base that defines each, and its name."""
     found = []
     for base in cls.__mro__:
         names = (name for name, value in vars(base).items() if type(value) is dict)
@@ -55,9 +56,9 @@ def _dicts_of(cls: Any) -> tuple[tuple[type, str], ...]:
 
 
 def with_shared(cls: type, reader: _ReaderOf, is_of_project: Callable[[str], bool]) -> _ReaderOf:
-    """Return the reader for objects of a class, also for objects that share a dict of the class.
+    """Return the reader for objects of a class, including objects that share a dict of the class.
 
-    Data of the notebook's and the project's classes travel with the classes, dicts among them.
+    Data of the notebook's and the project's classes, including dicts, are sent with the classes.
     """
     if not cls.__dictoffset__:
         return reader
@@ -96,7 +97,7 @@ def _tie(cls: type, base: type, name: str) -> Any:
 def _set_shared(value: Any, state: tuple[dict[str, Any], Any]) -> None:
     """Put settings into the dict of a class.
 
-    Until the process has found out about itself, the settings wait.
+    The settings are deferred until the process has determined the facts about itself.
     """
     found_out = libraries.found_out_by(type(value))
     shared = value.__dict__
@@ -129,21 +130,21 @@ _PAIRS = (
     ("data_parallel_rank", "data_parallel_size"),
     ("shard_id", "num_shards"),
 )
-"""Pairs of attributes that say which rank an object belongs to, of how many ranks; also with
-underscores before both.
+"""Pairs of attributes that give the rank to which an object belongs, and the number of ranks; also
+with an underscore before both names.
 """
 _PAIRS_WRITTEN = tuple((mark + rank, mark + size) for rank, size in _PAIRS for mark in ("", "_"))
 _SAY_RANK = frozenset(rank for rank, _ in _PAIRS_WRITTEN)
 _SHARES_BY_NAME = re.compile(r"Sampler|Shard|Distributed|DataLoader|DL$")
 
 _from_ranks: dict[int, weakref.ref[Any]] = {}
-"""In a notebook: objects from rank 0 that say that they are rank 0's, by id."""
+"""In a notebook: objects from rank 0 whose attributes say that they belong to rank 0, by id."""
 
 
 def pair_of(value: Any) -> tuple[str, int, int] | None:
-    """Return the attribute by which an object says its rank, that rank, and the world size.
+    """Return the attribute in which an object stores its rank, that rank, and the world size.
 
-    Return None if no attribute does.
+    Return None if there is no such attribute.
     """
     attributes = attributes_of(value)
     if type(attributes) is not dict or _SAY_RANK.isdisjoint(attributes):
@@ -164,7 +165,7 @@ def _are_shares(cls: Any) -> bool:
 
 
 def shares_among(values: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Yield the objects of a notebook that are one rank's share, that rank, and the world size."""
+    """Yield the objects that are one rank's share, with that rank and the world size."""
     asked: dict[type, bool] = {}  # a notebook may have a million objects, of few classes
     for value in values:
         known = _from_ranks.get(id(value)) if _from_ranks else None
@@ -178,7 +179,7 @@ def shares_among(values: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def remember_shares(values: Iterable[Any], size: int) -> None:
-    """Note, in a notebook, the objects from ``size`` ranks that say that they are rank 0's."""
+    """Record, in a notebook, the objects from ``size`` ranks that belong to rank 0."""
     for number in [number for number, known in _from_ranks.items() if known() is None]:
         del _from_ranks[number]
     for value in values:
@@ -190,7 +191,7 @@ def remember_shares(values: Iterable[Any], size: int) -> None:
 def named_shares(
     names: Iterable[str], namespace: dict[str, Any], heap: Any, size: int
 ) -> list[str]:
-    """Return, in a notebook, the names of loaders and samplers that use rank 0's share.
+    """Return the notebook's variables that are loaders and samplers with rank 0's share.
 
     ``size`` is the world size of these shares.
     """
@@ -207,18 +208,21 @@ def named_shares(
 
 
 def take_share(values: Iterable[Any], place: Place) -> None:
-    """Make, in a rank, rank 0's shares this rank's, if they are of a run of the same size."""
+    """In a rank, make rank 0's shares this rank's, if they are from a run of the same size."""
     for value in values:
         found = pair_of(value)
         if found is not None and found[1:] == (0, place.size):
             value.__dict__[found[0]] = place.rank
 
 
-# ---------------------------------------------------------------- wrappers that were taken off
+# ---------------------------------------------------------------- wrappers that were removed
 
 
 class Unwrapped(NamedTuple):
-    """A module that came without its wrapper; it has no owner if a name or a container holds it."""
+    """A module that was sent back without its wrapper.
+
+    The module has no owner if a variable or a container refers to it.
+    """
 
     owner: weakref.ref[Any] | None
     module: weakref.ref[Any]
@@ -227,27 +231,26 @@ class Unwrapped(NamedTuple):
 
 _unwrapped: dict[tuple[int, int], Unwrapped] = {}
 _named: dict[str, weakref.ref[Any]] = {}
-"""Names under which ranks had a wrapper, each with the module that it wrapped."""
+"""Variables in which ranks had a wrapper, each with the module that it wrapped."""
 _CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset, deque, types.CellType)
 WRAPS = frozenset({
     "DistributedDataParallel", "DDP", "DataParallel", "FullyShardedDataParallel", "FSDP",
     "fully_shard", "replicate", "parallelize_module", "distribute_module", "prepare",
     "prepare_model",
 })  # fmt: skip
-"""Code with any of these names wraps a module."""
+"""Code that contains any of these names wraps a module."""
 
 
 def is_container(value: Any) -> bool:
-    """Tell whether an object only holds others, so that its items count, and not itself."""
+    """Tell whether an object is just a container, so that only its items matter."""
     return isinstance(value, _CONTAINERS)
 
 
 def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, Any]) -> None:
-    """Note, in a notebook, the modules that came without a wrapper: (owner, module, wrapper).
+    """Record, in a notebook, the modules received without a wrapper: (owner, module, wrapper).
 
-    The owner is None for a module under a name, or in a container.
-
-    ``named`` has, by name, the modules that only a name held.
+    The owner is None for a module in a variable or in a container. ``named`` contains, by variable,
+    the modules that had a wrapper in the ranks.
     """
     for name, module in named.items():
         if type(module).__weakrefoffset__:
@@ -264,7 +267,7 @@ def remember_unwrapped(found: Iterable[tuple[Any, Any, str]], named: dict[str, A
 
 
 def unwrapped_among(ids: Collection[int]) -> Iterator[tuple[Any, str]]:
-    """Yield the objects, among some ids, without the wrapper that they had in ranks; and which."""
+    """Yield the objects, among some ids, that lack the wrapper they had in the ranks, and which."""
     for (owner, module), one in _unwrapped.items():
         held = one.module if one.owner is None else one.owner
         if (
@@ -276,10 +279,10 @@ def unwrapped_among(ids: Collection[int]) -> Iterator[tuple[Any, str]]:
 
 
 def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set[str]:
-    """Return the words of all functions and methods that code with these words reaches.
+    """Return the words of all functions and methods that code with these words can reach.
 
-    The ``__init__`` of a class runs if the code names the class; Python calls other special methods
-    without a name in the code.
+    The ``__init__`` of a class runs if the code mentions the class; Python calls other special
+    methods although the code does not mention them.
     """
     by_name: dict[str, list[types.CodeType]] = {}
     for code in codes:
@@ -324,7 +327,7 @@ def names_surely_needed(
 class Wrapping:
     """The modules that code wraps: those that its wrapping calls mention, or any if unclear.
 
-    ``words_of_functions`` are the words of the functions that a cell has run.
+    ``words_of_functions`` are the words of the functions that a cell calls.
     """
 
     def __init__(
@@ -348,7 +351,7 @@ class Wrapping:
         self._follow(tree)
 
     def may_wrap(self, name: str) -> bool:
-        """Tell whether the code may wrap the value of a name."""
+        """Tell whether the code may wrap the value of a variable."""
         return self._of_any or name in self._mentioned
 
     def _is_wrapping(self, words: Collection[str]) -> bool:
@@ -371,7 +374,7 @@ class Wrapping:
         return found
 
     def _follow(self, tree: ast.Module) -> None:
-        """Add the names whose values the mentioned names hold, as far as the cell shows it."""
+        """Add the variables in the mentioned variables' values, as far as the cell shows them."""
         bound = [binding for node in ast.walk(tree) if (binding := _binding(node)) is not None]
         held = [(self._words_meant(target), self._words_meant(value)) for target, value in bound]
         grown = True
@@ -384,7 +387,7 @@ class Wrapping:
 
 
 def _words_of_node(node: ast.AST) -> set[str]:
-    """Return the name of a node; of ``nn.parallel.DDP``, the last part."""
+    """Return the name of a node; for ``nn.parallel.DDP``, the last part."""
     match node:
         case ast.Name(id=word) | ast.Attribute(attr=word):
             return {word}
@@ -392,7 +395,7 @@ def _words_of_node(node: ast.AST) -> set[str]:
 
 
 def _calls_outside_functions(tree: ast.Module) -> list[ast.Call]:
-    """Return the calls of a cell outside functions, whose arguments the cell does not show."""
+    """Return a cell's calls outside functions; the arguments of other calls are not known."""
     found, waiting = list[ast.Call](), list[ast.AST]([tree])
     while waiting:
         node = waiting.pop()
@@ -408,7 +411,7 @@ def _given_to(call: ast.Call) -> list[ast.expr]:
 
 
 def _binding(node: ast.AST) -> tuple[ast.AST, ast.AST] | None:
-    """Return what a statement, or part of one, puts a value into, and what the value mentions."""
+    """Return the target to which a statement or expression assigns, and what the value mentions."""
     match node:
         case ast.Assign(value=value):
             return ast.Tuple(node.targets), value
@@ -430,7 +433,7 @@ def _binding(node: ast.AST) -> tuple[ast.AST, ast.AST] | None:
 
 
 class Again(NamedTuple):
-    """A module that an object of its library wraps again: both numbers, and the names."""
+    """A module that an object of its library wraps again: both numbers, and the variables."""
 
     by: int
     module: int
@@ -438,32 +441,32 @@ class Again(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """How the objects that travel fit a run."""
+    """How the objects that are sent fit a run."""
 
     lines: list[str]  # for the user
-    # by name, a part that ranks cannot use, and why
+    # by variable, a part that ranks cannot use, and why
     useless: dict[str, str]
     wraps: bool  # the cell, or an object that it has, wraps modules again
     again: list[Again]  # modules that are wrapped again before the cell runs
 
 
 class _Travelling(NamedTuple):
-    """The objects that travel to the ranks, as :func:`fit_of` looks through them."""
+    """The objects that are sent to the ranks, as :func:`fit_of` examines them."""
 
     heap: Any
-    roots: dict[str, int]  # the numbers of names
+    roots: dict[str, int]  # the numbers of variables
     asked: set[int]  # objects of libraries that may not fit
-    # Delivered loaders, and objects that make their loaders and models anew or only list them.
-    # Objects that only these hold are not looked at.
+    # Delivered loaders, and objects that recreate their loaders and models or only list them.
+    # Objects that are reached only through these are not examined.
     opaque: set[int]
-    inside: set[int]  # all other objects that the names reach
+    inside: set[int]  # all other objects that the variables reach
 
     def objects(self) -> Iterator[Any]:
         """Yield the objects in ``inside``."""
         return (self.heap.objects[n] for n in self.inside)
 
     def names_with(self, numbers: set[int]) -> list[str]:
-        """Return the names that reach any of some objects, other than through ``opaque`` ones."""
+        """Return the variables that reach any of some objects, except through ``opaque`` ones."""
         return _names_with(numbers, self.heap, self.roots, self.opaque)
 
 
@@ -477,11 +480,11 @@ def fit_of(
     *,
     keep: bool,
 ) -> Fit:
-    """Say which of a notebook's objects, under some names, do not fit a run of ``size`` ranks.
+    """Determine which of a notebook's objects do not fit a run of ``size`` ranks.
 
     ``delivered`` are the ids of loaders that data processes serve. ``words`` are those of the code
-    that runs, and ``wrapping`` says which modules it wraps. ``keep``: the ranks stay after the
-    cell, so no line advises ``--keep``.
+    that runs, and ``wrapping`` says which modules it wraps. ``keep``: the ranks are kept after the
+    cell, so no line recommends ``--keep``.
     """
     reached = heap.reached(roots.values())
     kinds = libraries.kinds_asked({type(heap.objects[n]) for n in reached})
@@ -504,7 +507,7 @@ def _cell_with(size: int) -> str:
 
 
 def _add_misfits(fit: Fit, found: _Travelling, size: int, words: Collection[str]) -> None:
-    """Add the objects of libraries that are of no use in such a run, or work alone in it."""
+    """Add the objects of libraries that are useless in such a run, or would work in isolation."""
     heap, roots, here = found.heap, found.roots, _cell_with(size)
     for n in sorted(found.asked & (found.inside | found.opaque)):
         reason = libraries.misfit(heap.objects[n], size, words)
@@ -522,9 +525,9 @@ def _add_misfits(fit: Fit, found: _Travelling, size: int, words: Collection[str]
 
 
 def _add_shares(fit: Fit, found: _Travelling, size: int) -> None:
-    """Add a line for the names that have a rank's share of data of a run of another size.
+    """Add a line for the variables that have a rank's share of data from a run of another size.
 
-    There is one line for each such size, without the names that are of no use anyway.
+    There is one line for each such size. Variables that are useless anyway are not included.
     """
     of_others: dict[int, set[int]] = {}
     for value, _, of in shares_among(found.objects()):
@@ -545,8 +548,8 @@ def _add_unwrapped(
 ) -> None:
     """Add the models that lack their wrapper: to be wrapped again, useless, or worth a line.
 
-    If the cell ``trains``, a model that an Accelerator has prepared would train alone in each rank.
-    Its Accelerator wraps it again; if it cannot, the model is of no use.
+    If the cell ``trains``, a model that an Accelerator has prepared would be trained separately in
+    each rank. Its Accelerator wraps it again; if it cannot, the model is useless.
     """
     known = _known_by_accelerators(found)
     if trains:
@@ -562,7 +565,7 @@ def _add_unwrapped(
 
 
 def _known_by_accelerators(found: _Travelling) -> dict[int, int]:
-    """Return the models that an Accelerator has prepared, each with its Accelerator, by numbers."""
+    """Return the models that an Accelerator has prepared, each with its Accelerator, by number."""
     known = {}
     for by in sorted(found.opaque):
         for model in libraries.models_of(found.heap.objects[by]):
@@ -575,10 +578,10 @@ def _known_by_accelerators(found: _Travelling) -> dict[int, int]:
 def _wrapped_again(
     found: _Travelling, known: dict[int, int], wrapping: Wrapping
 ) -> Iterator[Again]:
-    """Yield the models that their Accelerator can surely wrap again.
+    """Yield the models that their Accelerator can safely wrap again.
 
-    Those are models that only names hold, and the names had the wrapper. (Optimizers hold their
-    parameters, which a wrapper does not change.)
+    These are models to which only variables refer, and these variables had the wrapper. (Optimizers
+    refer to a model's parameters, which a wrapper does not change.)
     """
     heap, roots = found.heap, found.roots
     for n, by in known.items():
@@ -600,7 +603,7 @@ def _wrapped_again(
 def _names_with(
     numbers: set[int], heap: Any, roots: dict[str, int], but: Container[int] = ()
 ) -> list[str]:
-    """Return the names that reach any of some objects."""
+    """Return the variables that reach any of some objects."""
     return [
         name for name, n in roots.items() if not numbers.isdisjoint({n} | heap.reached([n], but))
     ]
@@ -611,7 +614,7 @@ def _without_wrapper(
 ) -> Iterator[tuple[int, str, str]]:
     """Yield each module that lacks a wrapper which the code does not give it.
 
-    Each is the module's number, where it is, and what to do.
+    Each entry has the module's number, its path, and what to do.
     """
     heap = found.heap
     ids = {id(value) for value in found.objects()}

@@ -1,15 +1,15 @@
-"""Libraries whose objects remember their process, and find it out again where they arrive.
+"""Libraries whose objects store facts about their process, and determine them at the receiver.
 
 * An ``Accelerator`` wraps again what it has wrapped, before a cell that does not do so itself.
-* accelerate's states hold settings (mixed precision) and facts about the process (its number, its
-  device). Where they arrive, the library's own constructors find these facts out again; in a rank,
-  with the rank's process group.
-* Prepared loaders of accelerate say through ``__reduce__`` that they are made of their class and
-  its base. They are read as their attributes, and send batches to the device of this process.
-* transformers' ``TrainingArguments`` keep what they have found out about devices.
-* Lightning's ``Fabric`` knows its number from the environment, and needs the process group.
+* accelerate's states contain settings (mixed precision) and facts about the process (its number,
+  its device). At the receiver, the library's own constructors determine these facts again; in a
+  rank, with the rank's process group.
+* accelerate's prepared loaders claim, through ``__reduce__``, to be made from their class and its
+  base. They are read as their attributes, and send batches to the device of this process.
+* transformers' ``TrainingArguments`` store what they have determined about devices.
+* Lightning's ``Fabric`` gets its number from the environment, and needs the process group.
 * Lightning's ``Trainer`` chooses in its constructor how many processes it works in.
-* skorch pickles the objects of a net into bytes in the net's state, in which no object is found.
+* skorch pickles the objects of a net into bytes in the net's state, where objects cannot be found.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ _FOUND_OUT = {
     "AcceleratorState": _OF_PROCESS,
     "GradientState": frozenset({"_dataloader_references_ref"}),
 }
-"""Facts that accelerate's states find out in each process; everything else in them is a setting."""
+"""Facts that accelerate's states determine in each process; everything else in them is a setting.
+"""
 _NOTHING = frozenset[str]()
 _PREPARED = "_is_accelerate_prepared"
 
 settings_waiting: dict[type, dict[str, Any]] = {}
-"""Settings that came before the process has found out about itself, by class."""
+"""By class, settings that arrived before the process had determined the facts about itself."""
 
 
 def found_out_by(cls: type) -> frozenset[str]:
-    """Return the attributes of a class's shared dict that each process finds out itself."""
+    """Return the attributes of a class's shared dict that each process determines itself."""
     for base in cls.__mro__:
         if base.__module__ == "accelerate.state":
             return _FOUND_OUT.get(base.__qualname__, _NOTHING)
@@ -57,13 +58,13 @@ def found_out_by(cls: type) -> frozenset[str]:
 
 
 _state_of_process: list[Any] = []
-"""This process's instance of accelerate's AcceleratorState, once it was asked for."""
+"""This process's instance of accelerate's AcceleratorState, once it was requested."""
 
 
 def needed_beside(value: Any) -> Any:
-    """Return an object that objects like this one need and do not hold.
+    """Return an object that objects like this one need without referring to it.
 
-    Prepared loaders ask accelerate's state.
+    Prepared loaders query accelerate's state.
     """
     state = loaded("accelerate.state")
     if (
@@ -99,7 +100,7 @@ def of_kind(name: str, values: Collection[Any]) -> list[Any]:
 
 
 def bound_reader(cls: Any) -> _ReaderOf | None:
-    """Return the reader for objects that remember their process; None for other classes."""
+    """Return the reader for objects that depend on their process; None for other classes."""
     if issubclass(cls, _classes("accelerate.data_loader.DataLoaderAdapter")):
         return lambda loader: _read_without(loader, ("device",))
     if issubclass(
@@ -123,7 +124,7 @@ def _read_without(value: Any, left: tuple[str, ...]) -> Reading:
 
 
 def _set_beside(value: Any, state: tuple[dict[str, Any], tuple[str, ...]]) -> None:
-    """Set all attributes except those that this process has found out."""
+    """Set all attributes except those that this process has determined."""
     told, left = state
     own = {key: value.__dict__[key] for key in left if key in value.__dict__}
     value.__dict__.clear()
@@ -138,21 +139,21 @@ def _read_fabrics_loader(loader: Any) -> Reading:
     return Reading(make_plain, (type(loader),), _set_beside, (told, ()), turn_into)
 
 
-# ---------------------------------------------------------------- where they arrive
+# ---------------------------------------------------------------- at the receiver
 
 
 def settle(
     values: Collection[Any], size: int | None, *, without_gpu: bool = False, wrapped: bool = False
 ) -> None:
-    """Settle objects in a process: they find out which process it is.
+    """Settle objects in a process: let them determine which process it is.
 
-    In ranks this makes a process group, as the libraries do when such objects are made.
+    In ranks, this creates a process group, as the libraries do when such objects are created.
 
     Args:
         values: the objects.
-        size: how many ranks its run has; None: the process is not a rank.
-        without_gpu: the process must not look for a GPU.
-        wrapped: models will be wrapped again.
+        size: how many ranks the process's run has; None: the process is not a rank.
+        without_gpu: whether the process must not look for a GPU.
+        wrapped: whether models will be wrapped again.
     """
     settings = {**settings_waiting}
     settings_waiting.clear()
@@ -177,7 +178,7 @@ def _settle_states(
     *,
     without_gpu: bool,
 ) -> None:
-    """Let accelerate's states find out about the process when they first come to it."""
+    """Let accelerate's states determine the facts about the process when they first reach it."""
     if not settings:
         return
     own = settings.get(state.AcceleratorState, {})
@@ -225,7 +226,7 @@ def _settle_loader(loader: Any, size: int | None) -> None:
 
 
 def _forget_prepared(module: Any) -> None:
-    """Remove accelerate's mark, and its ``forward``, from a model that will be prepared again."""
+    """Remove accelerate's mark and its ``forward`` from a model that will be prepared again."""
     attributes = vars(module)
     attributes.pop(_PREPARED, None)
     original = attributes.pop("_original_forward", None)
@@ -237,7 +238,7 @@ def _forget_prepared(module: Any) -> None:
 
 
 def _settle_accelerator(accelerator: Any, size: int | None) -> None:
-    """Set an Accelerator to what its settings mean here; forget models that came unwrapped."""
+    """Adapt an Accelerator's settings to this process; forget models that arrived unwrapped."""
     if not size:
         return
     if size > 1:
@@ -274,14 +275,14 @@ _OF_ARGUMENTS = ("_n_gpu", "_setup_devices")
 
 
 def _settle_arguments(arguments: Any, _: int | None) -> None:
-    """Let TrainingArguments find out about devices: asking does it, and resets the states."""
+    """Let TrainingArguments determine devices: the access does it, and resets the states."""
     if "_setup_devices" not in vars(arguments):
         with _unchanged_states():
             arguments._setup_devices  # noqa: B018  a cached property
 
 
 def _settle_trainer(trainer: Any, _: int | None) -> None:
-    """Tell a Trainer whether it is the main process, which its constructor has noted."""
+    """Tell a Trainer whether it is the main process; its constructor has recorded that."""
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
 
@@ -325,10 +326,10 @@ _SETTLED = (
     ("fabric.wrappers._FabricModule", _settle_fabrics_module),
     ("skorch.hf.AccelerateMixin", _settle_skorch),
 )
-"""By class, the function that settles its objects."""
+"""For each class: the function that settles its objects."""
 
 
-# ---------------------------------------------------------------- before they leave
+# ---------------------------------------------------------------- at the sender
 
 
 def wraps(words: Collection[str]) -> bool:
@@ -351,28 +352,28 @@ _RENEW = (
     "fabric.wrappers._FabricModule",
     "skorch.hf.AccelerateMixin",
 )
-"""Classes whose objects :func:`renews` knows."""
+"""Classes whose objects :func:`renews` handles."""
 _REFUSED = (
     "accelerate.data_loader.DataLoaderShard",
     "fabric.fabric.Fabric",
     "torch.distributed.optim.ZeroRedundancyOptimizer",
 )
-"""More classes whose objects :func:`misfit` knows."""
+"""Further classes whose objects :func:`misfit` handles."""
 
 
 def kinds_asked(kinds: Iterable[type]) -> set[type]:
-    """Return the classes whose objects :func:`renews` and :func:`misfit` know.
+    """Return the classes whose objects :func:`renews` and :func:`misfit` handle.
 
-    A notebook may have a million objects of other classes, and each call costs microseconds.
+    A notebook may have a million objects of other classes, and each call takes microseconds.
     """
     known = _classes(*_RENEW, *_REFUSED)
     return {cls for cls in kinds if issubclass(cls, known)}
 
 
 def renews(value: Any) -> bool:
-    """Tell whether an object makes its loaders and wrapped models anew, or only lists them.
+    """Tell whether an object recreates its loaders and wrapped models, or only lists them.
 
-    A Trainer makes them when it trains; for Fabric and skorch, :func:`settle` does.
+    A Trainer recreates them when it trains; for Fabric and skorch, :func:`settle` does.
     """
     return any(of_kind(name, [value]) for name in _RENEW)
 
@@ -380,7 +381,7 @@ def renews(value: Any) -> bool:
 def models_of(value: Any) -> list[Any]:
     """Return the models that an Accelerator has prepared and can wrap again.
 
-    Return none for any other object, nor for an Accelerator that also compiles models.
+    Return none for any other object, or for an Accelerator that also compiles models.
     """
     if not of_kind("accelerate.accelerator.Accelerator", [value]):
         return []
@@ -402,9 +403,9 @@ def prepared_models(values: Collection[Any]) -> list[Any]:
 
 
 def misfit(value: Any, size: int, words: Collection[str]) -> tuple[str, str] | None:
-    """Say why a run of ``size`` ranks cannot use an object, and what to do; None if it can.
+    """Return why a run of ``size`` ranks cannot use an object, and what to do; None if it can.
 
-    ``words`` are those of the code that runs: an object that it prepares again is of use.
+    ``words`` are those of the code that runs: an object that it prepares again can be used.
     """
     if of_kind("accelerate.data_loader.DataLoaderShard", [value]):
         if size > 1 and "prepare" not in words and not _is_divided(value):
@@ -434,7 +435,8 @@ _TRAINS = frozenset({"fit", "lr_find", "scale_batch_size"})
 def is_lone_trainer(value: Any) -> bool:
     """Tell whether an object is a Lightning Trainer that has chosen to work in one process.
 
-    It chooses in its constructor. With one made in a plain cell, each rank would train alone.
+    It chooses in its constructor. With a Trainer made in a plain cell, each rank would train
+    separately.
     """
     if not any(of_kind(name, [value]) for name in _TRAINERS):
         return False
@@ -445,7 +447,7 @@ def is_lone_trainer(value: Any) -> bool:
 
 
 def _engine_of(state: dict[str, Any]) -> str:
-    """Return the part of accelerate's state that only its process can use; empty without any."""
+    """Return the part of accelerate's state that only its process can use; '' if there is none."""
     if state.get("parallelism_config") is not None:
         return "a ParallelismConfig"
     if state.get("deepspeed_plugins") is not None:
@@ -455,9 +457,9 @@ def _engine_of(state: dict[str, Any]) -> str:
 
 
 def _processes_of(strategy: Any) -> int:
-    """Return for how many processes a Lightning strategy was made.
+    """Return the number of processes for which a Lightning strategy was made.
 
-    In ranks only its environment says so.
+    In ranks, only its environment determines this number.
     """
     return int(getattr(strategy, "num_processes", 1) * getattr(strategy, "num_nodes", 1))
 

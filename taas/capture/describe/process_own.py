@@ -1,9 +1,9 @@
 """Objects that belong to their process: process groups, iterators of DataLoaders, streams.
 
-Another process cannot use them, so they never travel. An object that has one as an attribute, or in
-a container in an attribute, travels without that attribute: a trained model must not be lost
-because of a process group. If the object exists already where it arrives, it keeps its own
-attribute.
+Another process cannot use such objects, so they are never sent. An object that has one of them as
+an attribute, or in a container in an attribute, is sent without that attribute: a trained model
+must not be lost because of a process group. If the object already exists at the receiver, it keeps
+the attribute that it has there.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ _KINDS = {
     *((module, "CUDAGraph") for module in ("torch.cuda", "torch.cuda.graphs")),
 }
 _DEEPEST = 4
-"""How many levels of nested containers are looked into."""
+"""How many levels of nested containers are searched."""
 
 _ITEMS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset)},
 }
-"""By type, how to iterate over a container: a method of the built-in class, since a subclass's own
-may run any code.
+"""For each type of container: how to iterate over it. These are methods of the built-in classes,
+because a subclass's methods may run any code.
 """
 
 left_attributes: dict[tuple[int, str], Callable[[], Any]] = {}
-"""The attributes that are left out, by object id and name; the value returns the object."""
+"""The attributes that are left out, by object id and name; the value is a function that returns the
+object.
+"""
 
 
 def is_of_process(cls: type) -> bool:
@@ -52,12 +54,12 @@ def is_of_process(cls: type) -> bool:
 
 
 def refuse(value: Any) -> NoReturn:
-    """Raise the error that says that an object belongs to its process."""
+    """Raise the error that an object belongs to its process."""
     raise pickle.PicklingError(f"a {type(value).__qualname__} belongs to the process that made it")
 
 
 def holds(part: Any, is_wanted: Callable[[Any], bool], deepest: int = _DEEPEST) -> bool:
-    """Tell whether a value is wanted, or a container with a wanted value in it."""
+    """Tell whether a value is wanted, or is a container with a wanted value in it."""
     if is_wanted(part):
         return True
     kind = next((kind for kind in _ITEMS if issubclass(type(part), kind)), None)
@@ -69,8 +71,8 @@ def holds(part: Any, is_wanted: Callable[[Any], bool], deepest: int = _DEEPEST) 
 def leave_out(holder: Any, name: str) -> None:
     """Leave out an attribute of an object, as long as the object lives.
 
-    This does not keep the object alive, because with it a DataLoader's workers would live on. If
-    its class does not allow weak references, the object lives until :func:`tell_again`.
+    This does not keep the object alive: otherwise a DataLoader's workers would live on. If its
+    class does not support weak references, the object lives until :func:`tell_again`.
     """
     key = id(holder), name
     if type(holder).__weakrefoffset__:
@@ -81,13 +83,13 @@ def leave_out(holder: Any, name: str) -> None:
 
 
 def tell_again(but: Collection[Any] = ()) -> None:
-    """Leave out no attribute any more, except those of the objects in ``but``."""
+    """Stop leaving out attributes, except those of the objects in ``but``."""
     if not left_attributes:
         return
     ids = {*map(id, but)}
     for key in [*left_attributes]:
         if key[0] not in ids:
-            left_attributes.pop(key, None)  # an object that ended meanwhile has removed its key
+            left_attributes.pop(key, None)  # an object that was freed has removed its key
 
 
 def tell_what_changed() -> None:
@@ -105,7 +107,7 @@ def names_told(holder: Any, attributes: Iterable[str]) -> list[str]:
 
 
 def keep_own(holder: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that belong to the process, and stay when ``told`` sets the others."""
+    """Return the process's own attributes, which stay when ``told`` replaces the others."""
     kept = {}
     for name, part in attributes_of(holder).items():
         if name in told:

@@ -1,12 +1,12 @@
-"""Objects of a training under way: bars of tqdm, and gradient scalers.
+"""Objects of a training run in progress: tqdm bars and gradient scalers.
 
-A bar writes through functions that hold a stream of its process. Its state says which stream that
-is, and how long its last line was. A bar that exists already where it arrives keeps its stream.
+A bar writes through functions that refer to a stream of its process. Its state says which stream
+this is, and how long the last line was. A bar that already exists at the receiver keeps its stream.
 
-A scaler keeps its findings on each optimizer's gradients, between ``unscale_`` and ``update``,
-under the optimizer's address, and refuses to be pickled then. The optimizers travel in place of
-their addresses. Otherwise the scale travels as a number, as in the scaler's pickle: the scaler
-makes a new tensor of it on the device where it is used.
+Between ``unscale_`` and ``update``, a scaler stores what it has found in each optimizer's gradients
+under the optimizer's address, and then refuses to be pickled. The optimizers are sent in place of
+their addresses. At other times, the scale is sent as a number, as in the scaler's pickle: the
+scaler makes a new tensor from it on the device where it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STREAMS = ("stderr", "stdout")
 
 
 def read_bar(bar: Any) -> Reading:
-    """Read a bar of tqdm: its attributes, and the stream that it writes to."""
+    """Read a tqdm bar: its attributes, and the stream that it writes to."""
     attributes = {**vars(bar)}
     writes_to = _stream_of(attributes.pop("fp", None))
     printer = _lengths(attributes.get("sp"))
@@ -57,7 +57,7 @@ def _is_widget(bar: Any) -> bool:
 
 
 def _lengths(printer: Any) -> list[int] | None:
-    """Return the list in which a printer keeps the length of its last line; else None.
+    """Return the list in which a printer stores the length of its last line, or None.
 
     The printer is that of ``tqdm.status_printer``.
     """
@@ -72,7 +72,7 @@ def _lengths(printer: Any) -> list[int] | None:
 
 
 def _set_bar(bar: Any, state: tuple[dict[str, Any], Any, int | None]) -> None:
-    """Set a bar. A finished one has no line, though its class counts it when it is made."""
+    """Set a bar's state. A finished bar has no line, though its class counts it when it is made."""
     attributes, writes_to, last = state
     here = vars(bar)
     before = {name: here[name] for name in ("fp", "sp") if name in here}
@@ -98,11 +98,11 @@ def _set_bar(bar: Any, state: tuple[dict[str, Any], Any, int | None]) -> None:
         type(bar)._instances.discard(bar)
 
 
-# ---------------------------------------------------------------- scalers of gradients
+# ---------------------------------------------------------------- gradient scalers
 
 _FOUND = "_per_optimizer_states"
 _TENSORS = {"_scale": "_init_scale", "_growth_tracker": "_init_growth_tracker"}
-"""By name of a scaler's tensor, the number of which the scaler makes it."""
+"""For each tensor of a scaler: the number from which the scaler makes it."""
 
 
 def read_scaler(scaler: Any) -> Reading:
@@ -124,7 +124,7 @@ def read_scaler(scaler: Any) -> Reading:
 
 
 def _optimizers_at(addresses: dict[int, Any]) -> list[Any]:
-    """Return the optimizers at some addresses; this looks through all objects."""
+    """Return the optimizers at some addresses; this searches all objects."""
     if not addresses:
         return []
     kind = sys.modules["torch.optim"].Optimizer

@@ -63,10 +63,8 @@ _ReaderOf = Callable[[Any], Reading | None]
 class Reader:
     """Reads objects of a notebook or of a rank.
 
-    Modules of the ``project`` are read with their data. With ``unwrap``, a wrapper is read as its
-    module.
-
-    ``modules`` collects the modules in which objects were found by name.
+    Modules of the ``project`` are read with their data. With ``unwrap``, a wrapper is read as the
+    module that it wraps. ``modules`` collects the modules in which objects were found by name.
     """
 
     def __init__(
@@ -88,13 +86,13 @@ class Reader:
         }
 
     def reader_of(self, cls: type) -> _ReaderOf | None:
-        """Return the reader for objects of a class; None if they go by their names."""
+        """Return the reader for objects of a class; None if they are sent by name."""
         if cls not in self._readers:
             self._readers[cls] = self._reader_for(cls)
         return self._readers[cls]
 
     def asks(self, cls: type) -> bool:
-        """Tell whether objects of a class are read by a protocol of their own."""
+        """Tell whether objects of a class are read by their own protocol."""
         self.reader_of(cls)
         return cls in self._asked
 
@@ -132,7 +130,7 @@ class Reader:
             return reader
 
         def read(value: Any) -> Reading | None:
-            """Read an object by name if its class's module holds it (``torch.default_generator``).
+            """Read an object by name if its class's module has it (``torch.default_generator``).
 
             Such an object exists once in each process.
             """
@@ -180,9 +178,9 @@ class Reader:
         return read_plain if rule else self._by_protocol
 
     def _method(self, method: Any) -> Reading | None:
-        """Read a bound method; a method of an output stream becomes the receiving stream's.
+        """Read a bound method; a method of an output stream becomes that of the receiver's stream.
 
-        The receiving stream has another class.
+        The receiver's stream has another class.
         """
         if any(method.__self__ is stream for stream in (sys.stdout, sys.stderr)):
             return Reading(getattr, (method.__self__, method.__name__))
@@ -196,7 +194,7 @@ class Reader:
 
     def _module(self, module: types.ModuleType) -> Reading | None:
         self.modules.add(module.__name__)
-        if isinstance(module, MissingModule):  # the notebook has the module that this stands for
+        if isinstance(module, MissingModule):  # the notebook has the module itself
             return Reading(import_or_stand_in, (module.__name__,))
         if module_named(module.__name__) is not module:
             return self._by_protocol(module)
@@ -207,7 +205,7 @@ class Reader:
         return read_class(cls)
 
     def _function(self, function: types.FunctionType) -> Reading | None:
-        # not for functions on a dict that ``exec`` was given
+        # not for functions whose globals are a dict that was passed to ``exec``
         if function.__globals__ is not self.namespace and "__name__" in function.__globals__:
             self.modules.add(function.__globals__["__name__"])
             reading = read_of_module(function)
@@ -222,7 +220,7 @@ def stays(cls: type) -> bool:
 
 
 def is_as_sent(value: Any) -> bool:
-    """Tell whether a tensor or array reads the same here as where it came from.
+    """Tell whether a tensor or array reads the same here as at the sender.
 
     NumPy copies arrays of other dtypes.
     """
@@ -232,7 +230,7 @@ def is_as_sent(value: Any) -> bool:
 
 
 def is_wrapper(cls: type) -> bool:
-    """Tell whether a class wraps modules; its module comes back in its place."""
+    """Tell whether a class wraps modules; the wrapped module is sent back in its place."""
     if attribute_of_class(cls, "__taas_unwrap__"):
         return True
     parallel = loaded("torch.nn.parallel")

@@ -1,10 +1,10 @@
-"""What an object consists of: a :class:`Reading`, by pickle's rule.
+"""The contents of an object: a :class:`Reading`, by pickle's rule.
 
-By that rule an object is its class, the arguments that it is made with, and its state. An object of
-a Python class is its ``__dict__`` (that very dict, which other objects may hold) and its slots. A
-class that defines a protocol of its own is trusted. :mod:`reader` chooses the reader for a class.
-Items are put into a container by methods of the built-in class, so that no method of a subclass
-runs before the parts that it may need exist.
+By this rule, an object consists of its class, the arguments from which it is made, and its state.
+The state of an instance of a Python class is its ``__dict__`` (that very dict, to which other
+objects may refer) and its slots. A class that defines its own protocol is trusted. :mod:`reader`
+chooses the reader for a class. Items are put into a container by methods of the built-in class, so
+that no method of a subclass runs before the parts exist that it may need.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(
 _POINTER = struct.calcsize("P")
 _Answer = TypeVar("_Answer")
 _HEAP_TYPE = 1 << 9
-"""``Py_TPFLAGS_HEAPTYPE``: the type was made by a ``class`` statement, or in the same way."""
+"""``Py_TPFLAGS_HEAPTYPE``: the type was created by a ``class`` statement, or in the same way."""
 
 
 class Reading(NamedTuple):
-    """How an object is made, and what is put into it.
+    """How an object is made, and how its state is set.
 
-    ``setter(object, state)`` gives it its state, whatever state it had. A state of None is the
-    state of a new object; without a setter, the class knows no other state.
+    ``setter(object, state)`` sets the object's state, whatever its state was before. A state of
+    None is the state of a new object; without a setter, the class has no other state.
     ``changer(object, constructor, *arguments)`` turns an existing object into what these make; None
     if only a new object can be that.
     """
@@ -57,44 +57,44 @@ class Reading(NamedTuple):
     changer: Callable[..., None] | None = None
 
 
-# ---------------------------------------------------------------- objects of Python classes
+# ---------------------------------------------------------------- instances of Python classes
 
 
 def attribute_of_class(cls: type, name: str) -> Any:
-    """Return what a class, or a base of it, holds under a name; None if none does.
+    """Return what a class, or one of its bases, defines under a name; None if none does.
 
-    This does not ask the metaclass: its ``__getattr__`` may raise anything for a missing name.
+    This does not use the metaclass: its ``__getattr__`` may raise anything for a missing name.
     """
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _slot_names(cls: type) -> Iterable[str]:
-    """Return the names of a class's slots, and of its bases'."""
+    """Return the names of the slots of a class and of its bases."""
     try:
         found: Iterable[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
     except Exception:
-        # It has no slots: the lookup went to its metaclass, which may raise anything.
+        # It has no slots: the lookup used its metaclass, which may raise anything.
         return ()
     return found
 
 
 def keeps_pickling_of_object(cls: Any) -> bool:
-    """Tell whether a class inherits ``__reduce_ex__`` and ``__reduce__`` of ``object``."""
+    """Tell whether a class inherits ``__reduce_ex__`` and ``__reduce__`` from ``object``."""
     return cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
 
 
 def keeps_state_of_object(cls: Any) -> bool:
-    """Tell whether a class inherits ``__getstate__`` of ``object``."""
+    """Tell whether a class inherits ``__getstate__`` from ``object``."""
     is_set_by_it = attribute_of_class(cls, "__setstate__") is not None
     return cls.__getstate__ is object.__getstate__ and not is_set_by_it
 
 
 def is_only_python(cls: type) -> bool:
-    """Tell whether objects of a class are ``__dict__`` and slots alone, with no data in C.
+    """Tell whether objects of a class consist of ``__dict__`` and slots alone, with no data in C.
 
-    The object's size shows it; types written in C may be heap types as well (``select.epoll``).
+    The object's size shows this; types written in C may be heap types as well (``select.epoll``).
     """
-    # negative offsets lie before the object
+    # negative offsets are before the object
     own = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0) + len([*_slot_names(cls)])
     plain = cls.__itemsize__ == 0 and cls.__basicsize__ <= object.__basicsize__ + _POINTER * own
     return plain and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
@@ -114,7 +114,7 @@ def read_insides(value: Any, *members: str) -> tuple[Any, dict[str, Any]]:
 
 
 def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
-    """Set an object's ``__dict__``, slots and members, past its class's ``__setattr__``."""
+    """Set an object's ``__dict__``, slots and members, bypassing its class's ``__setattr__``."""
     attributes, slots = insides
     if attributes is not None and (here := value.__dict__) is not attributes:
         if here:
@@ -131,7 +131,8 @@ def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
 def make_plain(cls: Any) -> Any:
     """Make an empty object of a class; ``__new__`` of a library's class runs.
 
-    It may set up what the methods need. ``__new__`` of a notebook's class has run already.
+    It may set up what the methods need. ``__new__`` of a notebook's or project's class is not run
+    again.
     """
     if cls.__new__ is object.__new__:
         return object.__new__(cls)
@@ -156,23 +157,23 @@ def read_plain(value: Any) -> Reading:
 
 
 def turn_into(value: Any, _: Any, cls: type, *__: Any) -> None:
-    """Change the class of an object of Python classes."""
+    """Change the class of an instance of Python classes."""
     if type(value) is not cls:
         object.__setattr__(value, "__class__", cls)
 
 
 def become(value: Any, constructor: Callable[..., Any], *arguments: Any) -> None:
-    """Turn an object of Python classes into what these arguments make."""
+    """Turn an instance of Python classes into what these arguments make."""
     twin = constructor(*arguments)
     value.__class__ = type(twin)
     set_insides(value, read_insides(twin))
 
 
-# ---------------------------------------------------------------- protocols of their own
+# ---------------------------------------------------------------- classes with their own protocol
 
 
 def read_reduced(value: Any, reduced: Any) -> Reading | None:
-    """Read an object by its own protocol; None if it goes by its name."""
+    """Read an object by its own protocol; return None if it is sent by name."""
     if isinstance(reduced, str):
         return None
     constructor, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
@@ -197,7 +198,7 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
 
 
 def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
-    """Give an object the state that its protocol told, in place of its state and items."""
+    """Give an object the state that its protocol returned, in place of its own state and items."""
     inner, items, pairs, setter = state
     if (items is not None or pairs is not None) and len(value):
         value.clear()
@@ -235,7 +236,7 @@ def keeps_all_attributes(cls: Any) -> bool:
 
 
 class MissingModule(types.ModuleType):
-    """Stands for a module that could not be imported where it arrived."""
+    """Stands for a module that could not be imported at the receiver."""
 
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__(name)
@@ -251,7 +252,7 @@ class MissingModule(types.ModuleType):
 
 
 def import_or_stand_in(name: str) -> types.ModuleType:
-    """Import a module; if that fails, return one that says so when it is used."""
+    """Import a module; if that fails, return one that raises the error when it is used."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # code of a module may raise anything
@@ -270,7 +271,7 @@ def _in_module(tb: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def module_named(name: str) -> Any:
-    """Return the module of a name, or None.
+    """Return the module with a name, or None.
 
     Some modules are only attributes of others (``torch.ops.aten``).
     """
@@ -285,7 +286,7 @@ def module_named(name: str) -> Any:
 
 
 def module_holding(value: Any, name: str) -> str:
-    """Return the module that an object says it is in, else one that holds it, as pickle does.
+    """Return the module that an object gives as its own, or else one that contains it, like pickle.
 
     Unlike pickle, this does not call a module's ``__getattr__``.
     """
@@ -305,7 +306,7 @@ def module_holding(value: Any, name: str) -> str:
 
 
 def find(module: str, name: str) -> Any:
-    """Return what a module holds under a name; with an empty name, the module."""
+    """Return what a module contains under a name; with an empty name, the module."""
     found = import_or_stand_in(module)
     try:
         return operator.attrgetter(name)(found) if name else found
@@ -363,7 +364,7 @@ _FAMILIES = (
 def once_per_class(function: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
     """Cache a function of a class as long as the class lives.
 
-    ``functools.cache`` would keep alive each class that a cell of the notebook has made anew.
+    ``functools.cache`` would keep alive every class that a cell of the notebook has redefined.
     """
     known: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
 
@@ -434,18 +435,18 @@ def _make_view(base: Any, name: str, mapping: Any) -> Any:
 
 
 def read_reference(reference: Any) -> Reading:
-    """Read a weak reference; its object lives only if another object there holds it."""
+    """Read a weak reference; its object lives only if the receiver has another reference."""
     key = (reference.key,) if isinstance(reference, weakref.KeyedRef) else ()
     return Reading(_make_reference, (type(reference), reference(), reference.__callback__, *key))
 
 
 def read_proxy(proxy: Any) -> Reading:
-    """Read a weak proxy, which passes for its object; a tqdm bar holds one of itself."""
+    """Read a weak proxy, which passes for its object; a tqdm bar has one of itself."""
     return Reading(weakref.proxy, (proxy.__reduce_ex__.__self__,))
 
 
 def _make_reference(cls: Any, target: Any, callback: Any, *key: Any) -> Any:
-    return cls(set() if target is None else target, callback, *key)  # a set dies at once
+    return cls(set() if target is None else target, callback, *key)  # a set is freed at once
 
 
 # ---------------------------------------------------------------- exceptions
@@ -475,11 +476,11 @@ def _make_exception(cls: Any, arguments: tuple[Any, ...]) -> Any:
 # ---------------------------------------------------------------- files
 
 FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-"""The classes of which ``open`` returns objects."""
+"""The classes of the objects that ``open`` returns."""
 
 
 def read_file(file: Any) -> Reading | None:
-    """Read a closed file; standard streams go by name, and an open file is refused."""
+    """Read a closed file; standard streams are sent by name, and open files are rejected."""
     if file.closed:
         settings = (
             (file.encoding, file.errors) if isinstance(file, io.TextIOWrapper) else (None, None)

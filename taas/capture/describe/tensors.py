@@ -1,14 +1,15 @@
-"""Tensors, storages and arrays: views of memory that travels beside the states.
+"""Tensors, storages and arrays: views of memory that is sent separately from the states.
 
 torch's own reduction copies a storage into bytes several times, and pickle's protocol 5 sends each
 array's memory separately, so that views no longer share it. This module imports torch and NumPy
-only to rebuild objects: if they are not loaded, no object is theirs.
+only to rebuild objects: if they are not loaded, no object can be a tensor or array.
 
-A value that is sharded over ranks travels whole if this rank has all of it, and else not at all: a
-pickle of a DTensor would hold this rank's shard under the shape of the whole.
+A value that is sharded over the ranks is sent as a whole if this rank has all of it, otherwise not
+at all: a pickle of a DTensor would contain this rank's shard with the shape of the whole tensor.
 
-An array of objects is read by its own protocol, a view of one with copies of its objects. The
-memory of a file (``np.memmap``) stays in the file.
+An array of Python objects is read by its own protocol; a view of such an array becomes an
+independent array of the same objects. The data of a memory-mapped file (``np.memmap``) stays in the
+file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """Return the storage that a tensor is a dense view of, in host or CUDA memory.
+    """Return the storage of which a tensor is a dense view, in host or CUDA memory.
 
     Return None for any other tensor.
     """
@@ -62,7 +63,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte that a tensor uses of its storage, and the end of the last."""
+    """Return the offset of the first byte that a tensor uses in its storage, and the end offset."""
     if not (count := tensor.numel()):
         return 0, 0
     size, start = tensor.element_size(), tensor.storage_offset()
@@ -102,7 +103,7 @@ def _make_copy(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> torch
 def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
     """Return the reader for tensors and storages of a class; None for others.
 
-    A class with a ``__torch_dispatch__`` of its own has its values elsewhere than in a storage.
+    A class with its own ``__torch_dispatch__`` does not have its values in a storage.
     """
     torch = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
@@ -126,7 +127,7 @@ def _read_tensor(tensor: torch.Tensor) -> Reading | None:
         if (storage := storage_of(tensor)) is None:
             return _read_other_tensor(tensor)
         if hasattr(tensor, "_fsdp_flattened") or hasattr(tensor._base, "_fsdp_flattened"):
-            # FSDP1 has put this shard, or nothing, in the place of a parameter
+            # FSDP1 has replaced a parameter by this shard, or by an empty one
             raise pickle.PicklingError(ONLY_A_SHARD)
         memory = memory_of_storage(storage)
         memory.spans.append(span_of(tensor))
@@ -137,7 +138,7 @@ def _read_tensor(tensor: torch.Tensor) -> Reading | None:
 
 
 def _read_other_tensor(tensor: torch.Tensor) -> Reading | None:
-    """Read a sparse, nested or uninitialized tensor by its own protocol; it changes by new data."""
+    """Read a sparse, nested or uninitialized tensor by its own protocol; changes set new data."""
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
         made: Any = tensor.__reduce_ex__(4)
         if len(made) > 2:
@@ -194,7 +195,7 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
         if not tensor.is_leaf:
             return
         tensor.requires_grad_(requires_grad)
-        if tensor.grad is not grad:  # a present gradient may have another dtype
+        if tensor.grad is not grad:  # the present gradient may have another dtype
             tensor.grad = (
                 grad if grad is None or grad.device == tensor.device else grad.to(tensor.device)
             )
@@ -205,7 +206,7 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
 
 
 def _change_tensor(tensor: Any, _: Any, cls: Any, *arguments: Any) -> None:
-    """Change the view of a tensor; if the cell moved it, it stays on its device.
+    """Change the view of a tensor; a tensor that the cell moved stays on its device here.
 
     It gets the new values there.
     """
@@ -285,7 +286,7 @@ def is_array(value: Any) -> bool:
 
 
 def array_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
-    """Return the reader for arrays of a class; None for other classes and for own protocols."""
+    """Return the reader for arrays of a class; None for others, and for classes with a protocol."""
     numpy = loaded("numpy")
     if numpy is None or not hasattr(numpy, "ndarray"):
         return None
@@ -315,7 +316,7 @@ def _reach(array: Any) -> tuple[int, int]:
 
 
 def _root(array: Any) -> Any:
-    """Return the root of array views, past the stand-ins that ``as_strided`` makes."""
+    """Return the root of array views, skipping the helper objects that ``as_strided`` makes."""
     while True:
         base = array.base
         if hasattr(base, "__array_interface__") and not is_array(base):
@@ -326,9 +327,9 @@ def _root(array: Any) -> Any:
 
 
 def _memory_of(array: Any, root: Any) -> MemoryRange | None:
-    """Return the memory that an array looks into; None if it has none.
+    """Return the memory that an array uses; None if it has none.
 
-    The memory is a tensor's, or that of the root of the views.
+    The memory belongs to a tensor, or to the root of the views.
     """
     low, end = _reach(array)
     if not root.nbytes:
@@ -337,7 +338,7 @@ def _memory_of(array: Any, root: Any) -> MemoryRange | None:
     if is_tensor(root.base) and root.base.device.type == "cpu":
         memory = memory_of_storage(root.base.untyped_storage())
     elif isinstance(raw, ctypes.Array) and hasattr(raw, "owner"):
-        # the array came with it; it may be larger than the array
+        # the memory with which the array arrived; it may be larger than the array
         memory = MemoryRange(ctypes.addressof(raw), ctypes.sizeof(raw), raw)
     else:
         first, last = _reach(root)
@@ -365,7 +366,7 @@ def _read_array(array: Any) -> Reading | None:
 
 
 def _read_dtype(dtype: Any) -> Reading | None:
-    """Read a dtype by its name if the name says all, so that it is NumPy's own object."""
+    """Read a dtype by name if the name is sufficient, so that it becomes NumPy's own object."""
     import numpy as np
 
     by_name = dtype.metadata is None and dtype.names is None and np.dtype(dtype.str) is dtype
@@ -407,7 +408,7 @@ def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
 def _is_of_file(root: Any) -> bool:
     """Tell whether an array's memory belongs to a file.
 
-    That of a private copy (mode ``c``) does not, nor that of a file without a name.
+    The memory of a private copy (mode ``c``) does not, nor does that of a file without a name.
     """
     mapped = isinstance(root, sys.modules["numpy"].memmap) and isinstance(root.base, mmap.mmap)
     return (

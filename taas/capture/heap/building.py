@@ -1,9 +1,9 @@
-"""Build objects from flat states: make each one, then fill it, children before their holders.
+"""Build objects from flat states: make each object, then fill it, children before parents.
 
-The arguments that an object is made with are built before the object.
+The arguments from which an object is made are built before the object.
 
-In a cycle, an object is filled as soon as all its children are made. Objects that exist already are
-only filled: that is how a notebook's object changes in place.
+In a cycle, an object is filled as soon as all its children are made. Objects that already exist are
+only filled: this is how an object of the notebook is changed in place.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Loss(NamedTuple):
 class Builder:
     """Makes and fills the objects of a table, and puts them into ``made`` by number.
 
-    Objects that exist here already are in ``made`` from the beginning. None stands there for an
-    object that could not be made.
+    Objects that already exist here are in ``made`` from the beginning. None stands for an object
+    that could not be made.
 
     If ``tolerant``, an object that fails is lost together with the objects that need it; ``lost``
     lists them.
@@ -78,7 +78,7 @@ class Builder:
         self._open: dict[int, Any] = {}  # contents of the blobs of objects that are not filled yet
 
     def build(self, root: int) -> Any:
-        """Build an object with all that is in it.
+        """Build an object with everything in it.
 
         If the builder is not tolerant, this raises whatever the protocol of a class raises.
         """
@@ -151,7 +151,7 @@ class Builder:
         self.lost[n], self.made[n] = because, None
 
     def _abandon(self, *numbers: int) -> None:
-        """Change the class of objects that will never be filled, so that their end raises nothing.
+        """Change the class of objects that will never be filled, so that their end is silent.
 
         The ``__del__`` of their own class would use attributes that they lack.
         """
@@ -192,8 +192,8 @@ class Abandoned:
 def change(value: Any, before: State, state: State, children: list[Any], how: How) -> None:
     """Change an object in place, from the state ``before`` to ``state``.
 
-    If the states consist of attributes only, the object keeps the attributes that they leave out,
-    such as a lock that its protocol does not pickle.
+    If the states consist of attributes only, the object keeps the attributes that they omit, such
+    as a lock that its protocol does not pickle.
     """
     kind, said = state[0], _loads(state[1])
     known, names = _attribute_names(before[0], _loads(before[1])), _attribute_names(kind, said)
@@ -207,7 +207,7 @@ def change(value: Any, before: State, state: State, children: list[Any], how: Ho
 
 
 def _attribute_names(kind: str, said: Any) -> Sequence[str] | None:
-    """Return the attribute names in what a protocol of its own told, if it told only attributes."""
+    """Return the attribute names in the state of an own protocol, if it has only attributes."""
     if kind != "reading":
         return None
     _, is_attributes, _, _, state_said = said
@@ -224,11 +224,11 @@ def _attribute_names(kind: str, said: Any) -> Sequence[str] | None:
 # --------------------------------------------- contents of blobs; ``rest`` are an object's children
 #
 # ``said`` is the content of a blob: an ``OfReading`` for the kind ``reading``, an ``OfObject`` for
-# the kind ``object``. marshal has made plain tuples of both.
+# the kind ``object``. marshal has converted both to plain tuples.
 
 
 def _resolve_refs(values: Any, rest: Iterator[Any]) -> Any:
-    """Return a blob's items: the next child for each ``REF``, and inline objects made."""
+    """Return a blob's items: ``REF`` replaced by the next child, and inline objects built."""
     if type(values) is list:
         return values
     return [next(rest) if v is REF else _inner(v, rest) if type(v) is tuple else v for v in values]
@@ -238,14 +238,14 @@ def _inner(part: tuple[Any, ...], rest: Iterator[Any]) -> Any:
     """Return what a tuple in a blob stands for: an inline object, or the tuple itself."""
     if not part or part[0] is not REF:
         return part
-    _, kind, said = part  # as ``inline`` writes it
+    _, kind, said = part  # in the form that ``inline`` returns
     value, setter = _new(kind, said, rest)
     _fill(value, kind, said, rest, setter)
     return value
 
 
 def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
-    """Make an object; return it, and the setter of its state if a new object has another one."""
+    """Make an object; return it with the setter for its state, or None for a new object's state."""
     if kind == "reading":
         _, is_attributes, by, arguments, _ = said
         constructor, setter, _ = _resolve_refs(by, rest)
@@ -269,7 +269,7 @@ def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
 def _fill_again(
     value: Any, kind: str, said: Any, children: list[Any], how: How = How.IN_PLACE
 ) -> None:
-    """Fill an object that exists; if its arguments differ, first turn it into what they make."""
+    """Fill an existing object; if its arguments differ, first turn it into what they make."""
     setter, made_of = None, int(kind == "object")
     if made_of and type(value) is not children[0]:
         turn_into(value, make_plain, children[0])
@@ -299,7 +299,7 @@ def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) ->
     elif kind == "list":
         value[:] = _resolve_refs(said, rest)
     elif kind in ("dict", "OrderedDict"):
-        if type(said) is tuple:  # else the blob has the whole plain subtree
+        if type(said) is tuple:  # otherwise the blob has the whole plain subtree
             said = [
                 *zip(
                     _intern(_resolve_refs(said[0], rest)), _resolve_refs(said[1], rest), strict=True

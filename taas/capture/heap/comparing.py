@@ -1,16 +1,16 @@
-"""What a cell changed: compare the states of all objects after it with their states before it.
+"""Find what a cell changed: compare the states of all objects after the cell and before it.
 
-Each of three steps needs the one before:
+Each of the three steps depends on the step before:
 
-1. :func:`compare` finds the objects whose states differ, and whether each changes in place or has
-   to be made anew.
-2. :func:`renumber` gives a new number to each object that is made anew. An object that holds it has
-   other contents by that, or is made anew as well.
-3. :func:`refuse` finds the objects that stay as they were because a part of them cannot travel.
+1. :func:`compare` finds the objects whose states differ, and whether each of them changes in place
+   or has to be recreated.
+2. :func:`renumber` gives a new number to each object that is recreated. An object that refers to it
+   therefore has new contents, or must be recreated, too.
+3. :func:`refuse` finds the objects that keep their old state because a part of them cannot be sent.
 
-In a :class:`~taas.capture.heap.heap.Heap`, ``known`` is how many numbers the notebook knows.
-Numbers up to ``described`` existed right before the cell; some of these parts only this process
-knows.
+In a :class:`~taas.capture.heap.heap.Heap`, the first ``known`` numbers are those that the notebook
+has. The first ``described`` numbers existed right before the cell; some of these parts exist in
+this process only.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _WHOLE = frozenset({"tuple", "frozenset"})
 
 @dataclass
 class Diff:
-    """How the objects that were there before a cell differ after it."""
+    """How the objects that existed before a cell differ after it."""
 
     changed: dict[int, How] = field(default_factory=dict)  # objects that change in place, by number
-    anew: list[int] = field(default_factory=list)  # objects that cannot, and are made anew
+    anew: list[int] = field(default_factory=list)  # objects that cannot, and are recreated
     new_numbers: dict[int, int] = field(default_factory=dict)  # of those, by their old numbers
 
     def roots_now(self, roots: dict[str, int]) -> dict[str, int]:
-        """Return the numbers that the objects under these names have now."""
+        """Return the present numbers of the objects under these names."""
         return {name: self.new_numbers.get(n, n) for name, n in roots.items()}
 
 
 def compare(heap: Heap, known: int, described: int) -> Diff:
     """Return which objects differ from what they were before the cell.
 
-    An object that does not differ keeps its state from before: that state has the numbers that
-    both sides know.
+    An object that does not differ keeps its state from before, which contains the numbers that both
+    sides have.
     """
     diff = Diff()
     for n in range(NAMESPACE + 1, described):
@@ -63,11 +63,11 @@ def compare(heap: Heap, known: int, described: int) -> Diff:
 
 
 def renumber(heap: Heap, diff: Diff, known: int, described: int) -> None:
-    """Give new numbers to objects made anew, and new contents or numbers to their holders.
+    """Give new numbers to recreated objects, and new contents or numbers to their holders.
 
-    This goes upwards: from the objects that are made anew to their holders, from those of the
-    holders that are made anew themselves to their holders, and so on. An object keeps its state
-    under its old number; under the new number it is a holder like any other.
+    This proceeds upwards: from the recreated objects to their holders, from those holders that are
+    recreated themselves to their holders, and so on. An object keeps its state under its old
+    number; under its new number, it is a holder like any other.
     """
     if not diff.anew:
         return
@@ -95,12 +95,12 @@ def renumber(heap: Heap, diff: Diff, known: int, described: int) -> None:
 
 
 def _change_of_holder(heap: Heap, diff: Diff, n: int, known: int, described: int) -> How | None:
-    """Put new numbers into the state of an object; return how that changes it.
+    """Put new numbers into the state of an object; return how that changes the object.
 
-    Return None for an object that is new since the cell began: no earlier state exists.
+    Return None for an object that was created since the cell began: it has no earlier state.
     """
     before = heap.states[n]
-    assert before is not None  # it holds an object
+    assert before is not None  # it refers to an object
     children = tuple(diff.new_numbers.get(child, child) for child in before[2])
     heap.states[n] = now = (*before[:2], children)
     if n >= described:
@@ -111,14 +111,14 @@ def _change_of_holder(heap: Heap, diff: Diff, n: int, known: int, described: int
 
 
 class Refusal(NamedTuple):
-    """The objects that do not come back because they, or a part of them, cannot travel."""
+    """The objects that are not sent back because they, or a part of them, cannot be sent."""
 
-    new: set[int]  # refused objects that the notebook does not know, and the objects that hold them
-    held_back: set[int]  # objects that stay as they were
+    new: set[int]  # refused objects that the notebook does not have, and their holders
+    held_back: set[int]  # objects that keep their old state
 
 
 def refuse(heap: Heap, diff: Diff, known: int, roots: Iterable[int]) -> Refusal:
-    """Return what stays as it was because objects of the heap failed; names hold the ``roots``."""
+    """Return what keeps its old state because objects failed; ``roots`` are those of variables."""
     new = set[int]()
     if heap.failed:
         new = heap.holding(heap.failed, range(known, len(heap.objects)))

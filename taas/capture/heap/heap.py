@@ -1,12 +1,12 @@
-"""One numbered heap: the objects that travel, their flat states, and what has changed.
+"""One numbered heap: the objects that are sent, their flat states, and what has changed.
 
-The heap also knows which objects both sides know.
+The heap also records which objects both sides have.
 
-The payload is the states of a heap. An object has changed if ``before[n] != now[n]``.
-:meth:`Heap.change` says whether it can change in place; :meth:`Heap.held_back` says which objects
-stay as they were when a part is refused. The states' children say which object holds which.
-:func:`culprit_of` describes a value in a heap of its own to find the part that cannot travel, and
-why.
+The payload consists of the states of a heap. An object has changed if its states before and after a
+cell differ. :meth:`Heap.change` determines whether it can change in place; :meth:`Heap.held_back`
+determines which objects keep their old state if a part is refused. The states' children show which
+objects refer to which. :func:`culprit_of` describes a value in a separate heap, in order to find
+the part that cannot be sent, and the reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "froz
 
 
 def is_constant(value: Any, state: State | None) -> bool:
-    """Tell whether an object itself cannot change, even if the objects that it holds can.
+    """Tell whether an object itself cannot change, even if the objects to which it refers can.
 
-    Texts and tuples are constant; so are objects that go by their name, and objects that consist of
-    a constructor and its arguments and have no state: ``torch.float32``, a device, a date. An
-    iterator and an ``array.array`` read like that, too, but the one moves on and the other changes;
-    an ``array.array`` has no hash.
+    Strings and tuples are constant; so are objects that are sent by name, and objects that consist
+    of a constructor and its arguments and have no state: ``torch.float32``, a device, a date. An
+    iterator and an ``array.array`` look the same, but an iterator advances and an ``array.array``
+    can change. An ``array.array`` has no hash.
     """
     if state is None or state[0] in CONSTANT:
         return True
@@ -72,7 +72,7 @@ _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector: it costs half a second for 100,000 new objects."""
+    """Pause the garbage collector: it takes half a second for 100,000 new objects."""
     _before_pauses.append(gc.isenabled())
     gc.disable()
     try:
@@ -83,16 +83,16 @@ def no_collection() -> Iterator[None]:
 
 
 _before_pauses: list[bool] = []
-"""For each open pause, the outermost first: whether the collector ran before it."""
+"""For each open pause, outermost first: whether the collector was enabled before it."""
 
 
 def is_collecting() -> bool:
-    """Tell whether the garbage collector runs, or will run after taas's present pause."""
+    """Tell whether the garbage collector is enabled, not counting pauses by taas."""
     return _before_pauses[0] if _before_pauses else gc.isenabled()
 
 
 def set_collecting(wanted: bool) -> None:
-    """Switch the garbage collector on or off; in a pause of taas, from the end of the pause on."""
+    """Enable or disable the garbage collector; in a pause by taas, from the end of the pause on."""
     if _before_pauses:
         _before_pauses[0] = wanted
     elif wanted:
@@ -109,13 +109,13 @@ NO_STATE: State = "", b"", ()
 class Heap(FlatStates):
     """The objects of a notebook, or of a rank, by number, and their states ``before``.
 
-    ``before`` is filled only while a heap is compared with itself.
+    ``before`` is filled only while a heap is compared with its earlier states.
     """
 
     # ----------------------------------------------------------------- contents
 
     def size(self, numbers: Iterable[int]) -> int:
-        """Return about how many bytes it takes to write some objects: their states and memory."""
+        """Return approximately how many bytes some objects take when written: states and memory."""
         found = 0
         for n in numbers:
             kind, blob, children = self.states[n] or NO_STATE
@@ -130,7 +130,7 @@ class Heap(FlatStates):
         return [one.__code__ for one in functions if one.__globals__ is self.reader.namespace]
 
     def sources(self) -> dict[str, tuple[int, list[str]]]:
-        """Return the text of the cells in which the functions were defined."""
+        """Return the source of the cells in which the functions were defined."""
         entries = {
             code.co_filename: linecache.cache.get(code.co_filename, ()) for code in self.codes()
         }
@@ -142,18 +142,19 @@ class Heap(FlatStates):
         }
 
     def early(self, n: int) -> int:
-        """Return a sort key for the order of binding names: modules and plain values come first.
+        """Return a sort key for the order in which variables are bound.
 
-        Functions, classes and objects, whose methods may use them all, follow.
+        Modules and plain values come first. Functions, classes and other objects follow, in this
+        order, because methods of the latter may use all the others.
         """
         value = self.objects[n]
         kinds: tuple[Any, ...] = (types.ModuleType, *ATOMS), types.FunctionType, type
         return next((at for at, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
 
-    # ------------------------------------------------------------ on the other side
+    # ------------------------------------------------------------ at the receiver
 
     def learn(self, made: dict[int, Any], states: dict[int, State], length: int) -> None:
-        """Learn the objects that were built from states; ``length`` numbers are taken."""
+        """Record the objects that were built from states; ``length`` numbers are in use."""
         for n in range(len(self.objects), length):
             known = n in states and n in made
             self.objects.append(made[n] if known else None)
@@ -169,13 +170,13 @@ class Heap(FlatStates):
                 self.states[n] = ("same", _NO_BLOB, (m,))  # it exists here: a class, a dtype
 
     def describe_as_here(self) -> None:
-        """Describe again the objects that this side reads in another way than the sender.
+        """Describe again the objects that this side reads differently from the sender.
 
-        Those are tensors on other devices, and functions on this namespace.
+        These are tensors on other devices, and functions whose globals are this namespace.
 
-        An object with its own protocol is described again if it may keep a copy of an argument:
-        only this side has the copy, under a number that only this side knows. So is a module of
-        which a part stays behind.
+        An object with its own protocol is described again if it may store a copy of an argument:
+        only this side has the copy, under a number that only this side knows. A module of which a
+        part stays behind is described again, too.
         """
         staying = {cls for cls in {*map(type, self.objects)} if stays(cls)}
         for n, value in enumerate(self.objects):
@@ -203,7 +204,7 @@ class Heap(FlatStates):
     def describe_after(
         self, numbers: Iterable[int], reader: Reader, collected: float = math.inf
     ) -> None:
-        """Describe some objects as they are now; ``before`` keeps what they were."""
+        """Describe some objects in their present state; ``before`` keeps their earlier states."""
         self.reader, self.collected = reader, collected
         self.before = self.states.copy()
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
@@ -214,7 +215,7 @@ class Heap(FlatStates):
         self.walk()
 
     def unreadable(self, numbers: Iterable[int]) -> dict[int, Exception]:
-        """Return the objects that their own protocol fails to describe now, with its errors."""
+        """Return the objects that their own protocol fails to describe now, with the errors."""
         length = len(self.objects)
         asked = [n for n in numbers if self.reader.asks(type(self.objects[n]))]
         self.describe_after(asked, self.reader)
@@ -223,7 +224,7 @@ class Heap(FlatStates):
         return failed
 
     def renumber(self, n: int) -> int:
-        """Give an object another number, because the other side makes it anew."""
+        """Give an object another number, because the other side recreates it."""
         m = self.number[id(self.objects[n])] = len(self.objects)
         self.objects.append(self.objects[n])
         self.states.append(self.states[n])
@@ -232,10 +233,10 @@ class Heap(FlatStates):
     def end_after(
         self, known: int, sent: Container[int], anew: Iterable[int], held_back: Iterable[int]
     ) -> None:
-        """After an answer was sent, forget the objects that the other side does not know.
+        """After an answer was sent, forget the objects that the other side does not have.
 
-        Those are the numbers from ``known`` on that were not sent, and the old numbers of objects
-        that are made anew.
+        These are the numbers from ``known`` on that were not sent, and the old numbers of objects
+        that are recreated.
         """
         for n in held_back:
             if n < known:
@@ -254,7 +255,7 @@ class Heap(FlatStates):
         return {n: memory for memory, n in self.memories.items() if n in numbers}
 
     def go_on(self, before: Heap, held: Iterable[int], length: int) -> None:
-        """Take over from an earlier heap the objects that are still held."""
+        """Take over from an earlier heap the objects that are still valid."""
         held = {n for n in held if n < len(before.objects)}
         taken = range(len(self.objects), min(length, len(before.objects)))
         self.objects += [before.objects[n] if n in held else None for n in taken]
@@ -262,7 +263,7 @@ class Heap(FlatStates):
         self.know(held)
 
     def know(self, numbers: Iterable[int]) -> None:
-        """Name some objects by the numbers under which both sides know them."""
+        """Register the numbers of some objects, which both sides have under these numbers."""
         for n in numbers:
             value, state = self.objects[n], self.states[n]
             if isinstance(value, MemoryRange):
@@ -271,7 +272,7 @@ class Heap(FlatStates):
                 self.number[id(value)] = n
 
     def take_back(self, length: int, anew: Iterable[int] = ()) -> None:
-        """Restore the heap to what it was before :meth:`describe_after`.
+        """Restore the heap to its state before :meth:`describe_after`.
 
         Numbers from ``length`` on are forgotten; objects in ``anew`` get their old numbers back.
         """
@@ -283,7 +284,7 @@ class Heap(FlatStates):
     # ------------------------------------------------------------ comparing
 
     def is_same(self, n: int) -> bool:
-        """Tell whether an object is what it was before."""
+        """Tell whether an object is the same as before."""
         before, now = self.before[n], self.states[n]
         if before is None or now is None or before[:2] != now[:2]:
             return before is now
@@ -301,7 +302,7 @@ class Heap(FlatStates):
         return self._meant(state[2][0]) if state is not None and state[0] == "same" else n
 
     def change(self, before: State | None, now: State | None) -> How:
-        """Return how an object in the state ``before`` can become what it is ``now``."""
+        """Return how an object in the state ``before`` can get to its state ``now``."""
         assert before is not None and now is not None
         if before[0] == now[0] and now[0] in ("list", "dict", "OrderedDict", "set", "object"):
             return How.IN_PLACE
@@ -325,9 +326,9 @@ class Heap(FlatStates):
         but: Container[int] = (),
         states: list[State | None] | None = None,
     ) -> set[int]:
-        """Return the numbers of objects and of all that is in them, except what ``but`` has.
+        """Return the numbers of objects and of everything they reach, except those in ``but``.
 
-        ``states`` say which object holds which; without them, the present states do.
+        ``states`` determine which object refers to which; by default, the present states.
         """
         states = self.states if states is None else states
         found: set[int] = set()
@@ -344,7 +345,7 @@ class Heap(FlatStates):
     def holding(
         self, numbers: Iterable[int], among: Iterable[int], last: Container[int] = ()
     ) -> set[int]:
-        """Return the objects and all that holds them, directly or not; stop above ``last``."""
+        """Return objects and all that refer to them, directly or not; do not go beyond ``last``."""
         holders = self.holders(among)
         found, waiting = set(numbers), [*numbers]
         while waiting:
@@ -354,7 +355,7 @@ class Heap(FlatStates):
         return found
 
     def holders(self, among: Iterable[int]) -> dict[int, list[int]]:
-        """Return, by number, which of some objects hold an object."""
+        """For each object to which some objects refer, return the numbers of the latter."""
         holders: dict[int, list[int]] = {}
         for n in among:
             for child in (self.states[n] or NO_STATE)[2]:
@@ -389,7 +390,7 @@ class Heap(FlatStates):
         return path, waiting[0]
 
     def leave_out(self, first: int = 0, roots: Mapping[str, int] | None = None) -> bool:
-        """Leave out the parts, from number ``first`` on, that cannot travel; tell whether any were.
+        """Leave out the parts, from number ``first`` on, that cannot be sent; tell if any were.
 
         A part is left out only if its holder can do without it.
         """
@@ -397,10 +398,10 @@ class Heap(FlatStates):
         return self._leave_out_attributes(first, roots or {}) or of_holders
 
     def _leave_out_attributes(self, first: int, roots: Mapping[str, int]) -> bool:
-        """Leave out attributes that belong to their process, or hold such an object in a container.
+        """Leave out attributes that belong to their process, or contain such an object.
 
-        From each such object, climb through containers to the object that has it as an attribute. A
-        holder that has it in another way (a hook that closes over it) cannot do without it.
+        From each such object, climb through containers to the object that has it as an attribute.
+        An object that refers to it in another way (a hook with a closure) cannot do without it.
         """
         reasons = {
             n: type(self.objects[n]).__qualname__
@@ -448,9 +449,10 @@ class Heap(FlatStates):
         self.parted.append(LeftAttribute(f"{path}.{name}", name, kind, holder, part))
 
     def _leave_out_of_holders(self, first: int) -> bool:
-        """Leave out the parts of modules, loggers and formatters that cannot travel.
+        """Leave out the parts of modules, loggers and formatters that cannot be sent.
 
-        This includes data of a module that holds code which is not found by name in its module.
+        This includes data of a module that contain code which cannot be found by name in its
+        module.
         """
         new = range(first, len(self.objects))
         kinds = {
@@ -484,9 +486,9 @@ class Heap(FlatStates):
     def _error_in(
         self, root: list[int], holders: set[int], own: set[int], by_name: set[int]
     ) -> Exception | None:
-        """Return why a part of a module, a logger or a formatter cannot travel; else None.
+        """Return why a part of a module, a logger or a formatter cannot be sent; else None.
 
-        A class of the notebook travels with all its attributes: a named tuple has methods of
+        A class of the notebook is sent with all its attributes: a named tuple has methods from
         ``collections``.
         """
         error = next(
@@ -497,9 +499,10 @@ class Heap(FlatStates):
         return pickle.PicklingError("it is code without a name")
 
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
-        """Return what stays as it was if some objects are refused: they, and instances around them.
+        """Return what keeps its old state if some objects are refused.
 
-        An instance stays with all that is in it, except what names reach in another way. Containers
+        These are the refused objects, and the instances around them. Such an instance keeps its old
+        state together with everything in it, except what variables reach in another way. Containers
         change if they can.
         """
         around = (
@@ -510,7 +513,7 @@ class Heap(FlatStates):
         return (self.reached(owners) | self.reached(owners, states=self.before)) - whole | refused
 
     def only_among(self, numbers: set[int], states: Iterable[State | None]) -> set[int]:
-        """Return the numbers of memory that only some objects have; ``states`` are those of all."""
+        """Return the numbers of memory that only some objects use; ``states`` are those of all."""
         known = {n: state for n, state in enumerate(states) if state is not None}
         inside = {c for n in numbers if n in known for c in (n, *known[n][2])}
         others = {c for n, state in known.items() if n not in numbers for c in state[2]}
@@ -518,10 +521,10 @@ class Heap(FlatStates):
 
 
 def _has_identity(kind: str, value: Any) -> bool:
-    """Tell whether identity matters for an object; of plain values, it does for None only."""
+    """Tell whether identity matters for an object; among plain values, it does for None only."""
     if kind == "atom":
         return value is None or type(value) is types.CodeType
-    # "same": another object stands for it here, which has a number of its own
+    # "same": another object takes its place here, which has its own number
     return kind not in (
         "memory",
         "same",
@@ -534,7 +537,7 @@ def _has_told_state(state: State | None) -> bool:
     return _content_of(state).is_attributes is not None
 
 
-# -------------------------------------------------------- objects that cannot travel
+# ------------------------------------------------------------ objects that cannot be sent
 
 
 _MEMBERS = ("__defaults__", "__kwdefaults__", "__self__")
@@ -575,10 +578,10 @@ class Culprit(NamedTuple):
 def culprit_of(
     name: str, value: Any, reader: Reader, *, without_gpu: bool = False
 ) -> Culprit | None:
-    """Return the part of an object that cannot travel, with the shortest path; None without any.
+    """Return the part of an object that cannot be sent, with the shortest path; None if all can.
 
-    ``name`` is the first part of the path. ``without_gpu``: the object goes to a process without a
-    GPU.
+    ``name`` is the first part of the path. ``without_gpu``: the object is sent to a process without
+    a GPU.
     """
     heap = Heap(reader, [reader.namespace])
     root = heap.enter(value)
@@ -599,7 +602,7 @@ def culprit_of(
 
 
 def summarize_attributes(parted: list[LeftAttribute]) -> list[str]:
-    """Describe some attributes, in one line for each kind of value that they hold."""
+    """Describe some attributes, in one line for each kind of value that they have."""
     kinds: dict[str, list[str]] = {}
     for one in parted:
         kinds.setdefault(one.kind, []).append(one.path)
@@ -611,7 +614,7 @@ def summarize_attributes(parted: list[LeftAttribute]) -> list[str]:
 
 
 def _label(holder: Any, part: Any) -> str:
-    """Return how a part is written after its holder; empty if only a protocol knows."""
+    """Return the code that accesses a part of its holder; empty if only a protocol knows."""
     if isinstance(holder, types.FunctionType):
         closure = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
         named = {f" closure variable {name}": cell for name, cell in closure}

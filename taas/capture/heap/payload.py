@@ -1,12 +1,12 @@
-"""The file that carries names to the ranks and back: sealed, and mapped privately.
+"""The file that carries variables to the ranks and back: sealed, and mapped privately.
 
-It has a preface, a pickle, memory and a header::
+It contains a preface, a pickle, memory and a header::
 
-    | magic | where the header is | contents | region | region | ... | header (MessagePack) |
+    | magic | location of header | contents | region | region | ... | header (MessagePack) |
 
 The header can be read without unpickling. The contents are a pickle of plain values only: flat
-states (:mod:`heap`), and what else the receiver needs. A region of a page or more begins on a page
-boundary. The file is a memfd (memfd_create(2)); it is sealed, so that no process can change or
+states (:mod:`heap`), and other data that the receiver needs. A region of a page or more begins at a
+page boundary. The file is a memfd (memfd_create(2)); it is sealed, so that no process can change or
 shorten it while others map it.
 """
 
@@ -56,17 +56,17 @@ _BLOCK = 512
 
 
 _NO_ROOM = frozenset({errno.EFBIG, errno.ENOSPC, errno.ENOMEM})
-"""The errors for a file, or memory for it, that would be larger than allowed."""
+"""The errors for a file that is larger than allowed, or for which there is not enough memory."""
 
 
 class NoRoom(CaptureError):
-    """There is no room for a file of names; ``fits`` is how many of its bytes have room."""
+    """There is no space for a file of variables; ``fits`` is how many of its bytes have space."""
 
     fits = 0
 
 
 class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receiver knows of a file before it unpickles anything."""
+    """What a receiver knows about a file before it unpickles anything."""
 
     versions: dict[str, str]  # of Python, and of libraries that the sender has imported
     names: tuple[str, ...]
@@ -82,9 +82,10 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_room(sizes: dict[str, int]) -> None:
-    """Raise :class:`CaptureError` if names need more memory than is left.
+    """Raise :class:`CaptureError` if variables need more memory than is left.
 
-    ``sizes`` are bytes, by name. The limit of this process's control group counts, too.
+    ``sizes`` are in bytes, by variable. The memory limit of this process's control group is taken
+    into account.
     """
     need = sum(sizes.values())
     if need < _CHECKED_FROM or need < (free := memory_left().free):
@@ -109,7 +110,7 @@ def write_file(
 
     ``patches`` are (region, start, bytes).
 
-    Raises :class:`NoRoom` if this process may not write that much.
+    Raises :class:`NoRoom` if this process cannot write that much.
     """
     plain = memoryview(pickle.dumps(contents, protocol=5))
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -197,7 +198,7 @@ def peek(fd: int) -> PayloadHeader:
 
 
 def check_versions(header: PayloadHeader) -> None:
-    """Compare the notebook's versions with this process's; call it before anything is unpickled.
+    """Compare the notebook's versions with this process's; call this before unpickling anything.
 
     Raises :class:`VersionMismatch`, which says what to install where.
     """
@@ -217,7 +218,7 @@ class Payload:
         self._fd = fd
         begin = len(_MAGIC) + _LEAD.size
         end = begin + self.header.contents
-        try:  # the contents only: an error of mapping one region must not lose the others
+        try:  # the contents only: an error in mapping one region must not lose the others
             with (
                 mmap.mmap(fd, end, mmap.MAP_PRIVATE, mmap.PROT_READ) as file,
                 memoryview(file) as whole,
@@ -227,7 +228,7 @@ class Payload:
             raise _mapping_error(end) from error
 
     def take_sources(self) -> None:
-        """Register the text of cells for tracebacks, and import modules that names rely on."""
+        """Register the source of cells for tracebacks; import modules that variables rely on."""
         for name, (size, lines) in self.contents["sources"].items():
             linecache.cache.setdefault(name, (size, None, lines, name))
         for name in self.contents["imports"]:
@@ -237,10 +238,10 @@ class Payload:
     def map_memory(
         self, device: str | None, known: dict[int, Stretch] | None = None
     ) -> MemoryTable:
-        """Return the file's memory as one private mapping, besides ``known`` memory by region.
+        """Return the file's memory as one private mapping, with the ``known`` memory by region.
 
-        Memory from a CUDA device goes to ``device``; if that is ``cuda``, to the device of the same
-        number; if it is None, to host memory.
+        Memory from a CUDA device is mapped to ``device``; if that is ``cuda``, to the device with
+        the same number; if it is None, to host memory.
         """
         size = os.fstat(self._fd).st_size
         try:
@@ -257,7 +258,7 @@ class Payload:
         return MemoryTable(stretches, self.header.places)
 
     def numbered_regions(self) -> Iterable[tuple[int, Region]]:
-        """Return its regions with their numbers."""
+        """Return the file's regions with their numbers."""
         return enumerate(self.header.regions, self.header.first_region)
 
     @property
@@ -266,9 +267,9 @@ class Payload:
         return self.header.first_region + len(self.header.regions)
 
     def copy_memory(self, known: dict[int, Stretch]) -> MemoryTable:
-        """Return its memory as new host memory, besides the ``known`` memory of the payload.
+        """Return the file's memory as new host memory, with the payload's ``known`` memory.
 
-        Regions for which there is no memory are missing, the largest first.
+        If there is not enough memory, regions are missing, the largest first.
         """
         new, missing = dict[int, Stretch](), dict[int, str]()
         for n, region in sorted(self.numbered_regions(), key=lambda one: one[1].nbytes):
@@ -280,7 +281,7 @@ class Payload:
 
 
 def _mapping_error(nbytes: int) -> CaptureError:
-    """Return the error for memory that the system refuses to this process."""
+    """Return the error for memory that the system does not give to this process."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     cause = (
         "the machine has too little memory"

@@ -45,9 +45,7 @@ class Applied:
     deleted: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # what could not be restored, one line each
     value: Any = NOTHING  # of the last expression
-    cells: dict[str, int] = field(
-        default_factory=dict
-    )  # ``In[n]`` by file, for functions that came
+    cells: dict[str, int] = field(default_factory=dict)  # ``In[n]`` by file, of new functions
     there: list[str] = field(default_factory=list)  # variables that rank 0 has
     own: list[str] = field(default_factory=list)  # those of them whose value there is different
     # variables whose value has a parallel wrapper, or shards, in rank 0

@@ -85,7 +85,7 @@ class Capture:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of arrays, tensors and strings in the variables (memory of the notebook's objects)."""
+        """Bytes of arrays, tensors and strings in the variables; the notebook owns this memory."""
         return sum(self._described.sizes.values())
 
     @property

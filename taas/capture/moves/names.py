@@ -428,7 +428,7 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
 
 
 def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[str]:
-    """Return the variables that the notebook's functions, classes and pickle protocols use."""
+    """Return the variables that the notebook's functions and classes use, and their own names."""
     values, found = [*values], set[str]()
     kinds = {*filter(_uses_names, {*map(type, values)})}
     for value in values if kinds else ():

@@ -1,10 +1,11 @@
-"""Keep imports in ranks from drawing more random numbers than in a notebook, which imports once.
+"""Keep imports in ranks from drawing random numbers that the notebook would not draw again.
 
 A rank is a new process. It imports again what the notebook imported cells ago, and some libraries
-draw at import (``rich`` picks an emoji; a project's module makes a layer). A plain cell would not
+draw at import (``rich`` picks an emoji; a project's module creates a layer). A plain cell would not
 draw again, so the rank restores the random states after such an import. A module that is new to
-notebook and rank draws, as it would in a plain cell. The notebook also counts the modules that
-ranks imported in earlier cells: without the headers it would have imported them itself.
+both notebook and rank draws, as it would in a plain cell. The notebook also takes into account the
+modules that ranks imported in earlier cells: without the headers, it would have imported them
+itself.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _by_ranks: set[str] = set()
 
 
 def known_modules() -> str:
-    """Return the names of the modules that the notebook or its ranks have imported, a line each."""
+    """Return the names of the modules imported by the notebook or its ranks, one per line."""
     return "\n".join(_by_ranks.union(sys.modules))
 
 
 def note_imported(names: Iterable[str]) -> None:
-    """Note, in a notebook, the modules that a cell imported in rank 0."""
+    """Record, in a notebook, the modules that a cell imported in rank 0."""
     _by_ranks.update(names)
 
 
@@ -45,7 +46,7 @@ def last_imported() -> str:
 def imported_after(last: str) -> list[str]:
     """Return the modules that were imported after the module ``last``.
 
-    Earlier ones are not looked at (see ``imported_since``). All of this runs in C, so no other
+    Earlier ones are not examined (see ``imported_since``). All of this runs in C, so no other
     thread can import anything meanwhile, which would end the iteration with an error.
     """
     return list(itertools.takewhile(last.__ne__, reversed(sys.modules)))
@@ -58,7 +59,8 @@ _puts_back = False
 def drawing_nothing() -> Iterator[None]:
     """Restore the main thread's random states at the end; a nested call does nothing.
 
-    In another thread this does nothing: it would undo draws that the main thread makes meanwhile.
+    In another thread, this does nothing, because it would undo draws that the main thread makes
+    meanwhile.
     """
     global _puts_back
     if _puts_back or threading.current_thread() is not threading.main_thread():

@@ -1,12 +1,14 @@
-"""What cells change in their process: one table of settings, for the notebook and its ranks.
+"""Process state that cells change: one table of settings, for the notebook and its ranks.
 
-A library is not imported for its state. It takes the state when it is imported. Variables that
-describe a rank, such as torchrun's, never travel. A rank starts in the project, whatever the
-notebook's working directory is (contract); if the cell changes it, the notebook's changes, too.
+We never import a library just to set its state; the state is applied when the program imports it.
+Variables that describe a rank, such as torchrun's, are never sent. A rank starts in the project's
+directory, whatever the notebook's working directory is (contract); if the cell changes its working
+directory, the notebook's changes, too.
 
 torch has two interfaces for the precision of float32: the newer one has a setting for each backend
-and kind of operation; functions of the older one raise once the newer one has set what they cannot
-express. Both travel: the older one as far as it can be read, then the newer one if torch has it.
+and kind of operation; functions of the older one raise once the newer one has set something that
+they cannot express. Both are sent: the older one as far as it can be read, then the newer one if
+torch has it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _OF_LAUNCHERS = ("--local_rank=", "--local-rank=")
 
 
 def _difference(sent: Any, before: Any, now: Any) -> Any:
-    """Return the part of a row that changed (see :class:`Row`); a notebook ``sent`` the row."""
+    """Return the changed part of a row (see :class:`Row`); ``sent`` is the notebook's value."""
     if isinstance(now, dict):
         new = {
             name: value
@@ -71,7 +73,7 @@ class _PathOfRank:
         return path
 
     def put(self, _: ModuleType, told: list[str]) -> None:
-        """Put the notebook's entries after the project, and before the other entries here."""
+        """Put the notebook's entries after the project and before this process's other entries."""
         project = sys.path[0]
         if told[:1] == [""]:
             self._for_directory, told = project, told[1:]
@@ -80,8 +82,8 @@ class _PathOfRank:
 
 
 PROGRAM = "<cell>"
-"""The program's name in ranks, which do not get the arguments that started the notebook's
-kernel.
+"""The program's name in ranks. They do not get the arguments with which the notebook's kernel was
+started.
 """
 
 
@@ -112,18 +114,19 @@ def _working_directory(_: ModuleType) -> str | None:
 
 
 class Row(NamedTuple):
-    """One kind of state of a process, which is ``put`` when its ``library`` is imported.
+    """One kind of process state, which is ``put`` when its ``library`` is imported.
 
-    Of a dict, the changed entries travel, with None for deleted ones. Of a list, the items travel,
-    except those that a rank had besides the notebook's. Any other value travels whole.
+    If the value is a dict, the changed entries are sent, with None for deleted ones. If it is a
+    list, the items are sent, except those that a rank had in addition to the notebook's. Any other
+    value is sent as a whole.
     """
 
     name: str
     library: str
     take: Callable[[Any], Any]  # returns plain values; None if there is nothing to send
     put: Callable[[Any, Any], Any]
-    early: bool = False  # ranks need it before names are built
-    only_back: bool = False  # it does not travel to ranks
+    early: bool = False  # ranks need it before variables are built
+    only_back: bool = False  # it is not sent to ranks
 
 
 def _options(
@@ -143,7 +146,7 @@ def _options(
 
 
 def _setting(name: str, library: str, get: str, put: str) -> Row:
-    """Return a row of a library's getter and setter; it takes None if the getter raises.
+    """Return a row for a library's getter and setter; its value is None if the getter raises.
 
     torch's getter raises if the older interface for precision cannot express the setting.
     """
@@ -170,9 +173,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pandas_options(pandas: Any) -> dict[str, Any]:
-    """Return pandas' plain options, without the warnings that reading some gives.
+    """Return pandas' plain options, without the warnings that some cause when they are read.
 
-    The option that is a function travels as data of a module.
+    The option that is a function is sent as data of a module.
     """
     config = pandas._config.config
     found = {
@@ -249,12 +252,12 @@ def _machine() -> str:
 
 
 def _limit_of_files(_: ModuleType) -> tuple[int, str]:
-    """Return the limit of open files, and the machine on which it holds."""
+    """Return the limit of open files, and the machine to which it applies."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0], _machine()
 
 
 def _put_limit_of_files(_: ModuleType, told: tuple[int, str]) -> None:
-    """Set the limit of open files; another machine's own limit is not lowered."""
+    """Set the limit of open files; a different machine's own limit is not lowered."""
     unlimited = resource.RLIM_INFINITY
     wanted, machine = told
     limits = (wanted, *resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -275,13 +278,13 @@ def _put_collection(collector: Any, told: tuple[bool, tuple[int, ...]]) -> None:
 
 
 def _level_names(log: Any) -> tuple[dict[str, int], dict[int, str]]:
-    """Return the numbers of all level names, and the name that each number is shown by."""
+    """Return the numbers of all level names, and the name with which each number is shown."""
     numbers = log.getLevelNamesMapping()
     return numbers, {number: log.getLevelName(number) for number in numbers.values()}
 
 
 def _put_level_names(log: Any, told: tuple[dict[str, int], dict[int, str]]) -> None:
-    """Add the names; for each number, the name that it is shown by comes last."""
+    """Add the names; for each number, the name with which it is shown comes last."""
     numbers, shown = told
     for name, number in numbers.items():
         log.addLevelName(number, name)
@@ -297,7 +300,7 @@ def _log_levels(_: Any) -> dict[str, Any]:
 def _put_log_levels(_: Any, told: dict[str, Any]) -> None:
     here = _log_levels(None)
     for name, state in told.items():
-        if here.get(name) != state:  # setting a level empties the caches of all loggers
+        if here.get(name) != state:  # setting a level clears the caches of all loggers
             logger = logging.getLogger(name)
             level, logger.propagate, logger.disabled = state or _UNSET
             logger.setLevel(level)
@@ -314,7 +317,7 @@ def _warning_filters(_: Any) -> list[Any]:
 def _put_warning_filters(told: list[Any], *, rank: bool) -> None:
     """Set the filters, in a rank before its own; drop those of unknown categories.
 
-    No code here can warn with a category that no module has.
+    No code here can issue a warning of a category that no module has.
     """
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     known = [(action, text, attribute_of(m, n), *place) for action, text, (m, n), *place in told]
@@ -340,8 +343,8 @@ def _put_kernels_of_attention(cuda: Any, told: tuple[bool, ...]) -> None:
 def _settings_of_compiler(config: Any) -> dict[str, Any]:
     """Return the changed settings of a module of torch's compiler, each in a tuple.
 
-    None means that a setting was set back to its default.
-    A rehearsal sets ``disable`` itself.
+    None means that a setting was reset to its default. A rehearsal (GPUs simulated on the CPU) sets
+    ``disable`` itself.
     """
     changed = {
         name: getattr(config, name) for name in config._config if not config._is_default(name)
@@ -359,8 +362,8 @@ _PRECISIONS = (
     ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"),
     ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
 )  # fmt: skip
-"""Backends and operations whose precision can be set. An entry for all operations comes before
-those of single operations.
+"""Backends and operations whose precision can be set. An entry for all operations precedes those
+for single operations.
 """
 
 
@@ -370,7 +373,7 @@ def _precisions(torch: Any) -> tuple[str, ...] | None:
 
 
 def _put_precisions(torch: Any, told: tuple[str, ...]) -> None:
-    """Set what differs; an operation without a setting of its own reads as the one for all."""
+    """Set what differs; an operation without its own setting reads as the setting for all."""
     for what, precision in zip(_PRECISIONS, told, strict=True):
         if torch._C._get_fp32_precision_getter(*what) != precision:
             torch._C._set_fp32_precision_setter(*what, precision)
@@ -383,7 +386,7 @@ def _default_device(torch: Any) -> str:
 
 
 def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
-    """Set torch's default device to another process's, in terms of this one's devices.
+    """Set torch's default device to another process's, in terms of this process's devices.
 
     ``own`` is this rank's CUDA device; ``cuda`` if it has all of them.
     """
@@ -400,7 +403,7 @@ def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
 
 
 def _put_next_hook(hooks: Any, told: int) -> None:
-    """Continue hook numbers at the larger count, so that no new hook replaces a travelled one."""
+    """Continue hook numbers from the larger count, so that no new hook replaces a received one."""
     hooks.RemovableHandle.next_id = max(told, hooks.RemovableHandle.next_id)
 
 
@@ -574,7 +577,7 @@ def _of_torch(device: str | None) -> tuple[Row, ...]:
 
 def _of_cudnn_and_precision() -> tuple[Row, ...]:
     return (
-        # by torch's bindings: torch.backends.cudnn.set_flags resets others
+        # through torch's bindings: torch.backends.cudnn.set_flags resets other settings
         _setting(
             "benchmark of cuDNN", "torch", "_C._get_cudnn_benchmark", "_C._set_cudnn_benchmark"
         ),
@@ -616,7 +619,7 @@ def _of_path_and_arguments(*, rank: bool) -> tuple[Row, ...]:
 
 
 def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
-    """Return all kinds of state in the order they are put, for a rank or for a notebook."""
+    """Return all kinds of state, in the order in which they are put, for a rank or a notebook."""
     cuda = device is not None or not rank
     return (
         Row(
@@ -678,7 +681,7 @@ def of_notebook() -> dict[str, Any]:
         if not is_a_ranks_own(name, value)
     }
     state["environment"] = _difference(None, first, state["environment"])
-    if "numpy" not in state["random numbers"]:  # else all forks of one process would draw the same
+    if "numpy" not in state["random numbers"]:  # otherwise all forks of a process draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
     return state
 
@@ -686,7 +689,7 @@ def of_notebook() -> dict[str, Any]:
 _NOT_SEEN_BY_IMPORTS = frozenset({
     # compared by other means
     "environment", "sys.path", "sys.argv", "time zone", "working directory",
-    # an import that draws is noticed
+    # an import that draws is detected
     "random numbers", "numbers of hooks",
     # how values are shown
     "warning filters", "log levels", "names of log levels", "levels of all logs",
@@ -699,15 +702,15 @@ _NOT_SEEN_BY_IMPORTS = frozenset({
 
 
 def path_and_arguments() -> tuple[list[str], list[str]]:
-    """Return the notebook's ``sys.path`` and ``sys.argv`` as they travel to ranks."""
+    """Return the notebook's ``sys.path`` and ``sys.argv`` as they are sent to ranks."""
     return [*sys.path], _arguments(sys)
 
 
 def seen_by_imports(*, rank: bool) -> dict[str, str]:
-    """Return the state of this process that a module may see at import, each kind as a text.
+    """Return the state of this process that a module may see at import, each kind as a string.
 
-    Only loaded libraries have state. It matters: a module may make tensors of the default dtype,
-    and a warning filter may turn its warning into an error.
+    Only loaded libraries have state. It matters because a module may create tensors of the default
+    dtype, and a warning filter may turn a module's warning into an error.
     """
     found = _take(row for row in table(rank=rank) if row.name not in _NOT_SEEN_BY_IMPORTS)
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
@@ -726,12 +729,12 @@ class ProcessState:
         self.stayed: list[str] = []  # for the user: changed state that stays here, and why
 
     def put_early(self, project: str) -> None:
-        """Before the names are built: set environment, ``sys.path`` and arguments."""
+        """Set environment, ``sys.path`` and arguments, before the variables are built."""
         sys.path[:] = [project, *(entry for entry in sys.path if entry != project)]
         _put_rows([row for row in self._table if row.early], self._sent)
 
     def put(self) -> None:
-        """After the names are built: set everything else."""
+        """Set everything else, after the variables were built."""
         _put_rows([row for row in self._table if not row.early], self._sent)
 
     def mark(self) -> None:
@@ -764,12 +767,12 @@ def _put_row(row: Row, told: Any, module: ModuleType) -> None:
 
 
 def put(changes: dict[str, Any]) -> None:
-    """In the notebook: repeat what the cell did to rank 0's process."""
+    """In the notebook: apply the changes that the cell made to rank 0's process."""
     _put_rows(table(), changes)
 
 
 def not_brought(error: Exception) -> tuple[str, str]:
-    """Return which state of the process did not come back, and why."""
+    """Return which process state could not be sent back, and why."""
     what = (
         "the state of the process (environment, working directory, random numbers, settings of"
         " libraries)"

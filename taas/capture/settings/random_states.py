@@ -1,8 +1,8 @@
 """The states of random generators: of ``random``, NumPy, torch, and the CUDA device.
 
-CUDA's generator has a state only once CUDA is initialised. Until then torch queues the calls that
-seed or set it. A state that came from elsewhere waits in this queue; as long as no call has seeded
-CUDA since, it counts as the state, and travels on.
+CUDA's generator has a state only once CUDA is initialised. Until then, torch queues the calls that
+seed the generator or set its state. A received state waits in this queue; as long as no later call
+has seeded CUDA, it counts as the state, and is sent on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from taas.base.import_hooks import loaded
 from taas.capture.describe.memory import view_of
 
 _waiting: list[tuple[Callable[[], None], bytes]] = []
-"""The last call by which this process has queued a state for CUDA's generator, and that state, if
+"""The last call with which this process has queued a state for CUDA's generator, and that state, if
 any.
 """
 
@@ -32,7 +32,7 @@ def _bytes_of(state: Any) -> bytes:
 
 
 def states_of_generators(*, cuda: bool) -> dict[str, Any]:
-    """Return the states of the loaded libraries; ``cuda`` is false if CUDA is only rehearsed."""
+    """Return the states of the loaded libraries; ``cuda`` is false if CUDA is only simulated."""
     found: dict[str, Any] = {"random": random.getstate()}
     if (numpy := _having("numpy.random", "get_state")) is not None:
         name, keys, position, has_gauss, cached = numpy.get_state()
@@ -53,7 +53,7 @@ def _cuda_state(torch: Any) -> bytes | None:
 
 
 def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
-    """Set the states that are not None; with ``cuda``, also that of the current CUDA device."""
+    """Set the states that are not None; with ``cuda``, including the current CUDA device's."""
     states = {name: state for name, state in states.items() if state is not None}
     if "random" in states:
         random.setstate(states["random"])
@@ -79,8 +79,8 @@ def _set_cuda_state(torch: Any, data: bytes) -> None:
     def set_own() -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
 
-    # torch runs this inside its lock for initialisation. A call into torch must not take the lock
-    # again; one by the thread that initialises does not.
+    # torch runs this while it holds its initialisation lock. A call into torch must not acquire the
+    # lock again; a call by the initialising thread does not.
     def set_all() -> None:
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
@@ -89,7 +89,7 @@ def _set_cuda_state(torch: Any, data: bytes) -> None:
     if torch.cuda.is_initialized():
         set_own()
         return
-    # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be
+    # torch runs queued seeds after all other queued calls, so set_rng_state alone would be
     # overridden
     torch.cuda._lazy_call(set_all, seed_all=True)
     _waiting[:] = [(set_all, data)]

@@ -1,12 +1,13 @@
-"""Setup cells: each process that starts for a run runs them, as the notebook did.
+"""Setup cells: each process that starts for a run executes them, as the notebook did.
 
-So each process has what they do to libraries.
+So the changes that they make to libraries are present in each process.
 
-A library's registry (accessors, resolvers, representers, converters) cannot travel. So the cell
-that fills it runs again, in the notebook's order, before the names arrive, which may need it.
+A library's registry (accessors, resolvers, representers, converters) cannot be sent. So the cell
+that fills it is executed again, in the notebook's order, before the variables arrive, because these
+may need the registry.
 
-A kept rank runs the new setup cells before its next cell. The notebook forgets cells through
-:func:`forget_all` only. A setup cell that runs again in the notebook, edited or not, replaces its
+A kept rank executes new setup cells before its next cell. The notebook forgets cells only through
+:func:`forget_all`. A setup cell that is executed again in the notebook, edited or not, replaces its
 earlier version, and moves to the end of the order, as in the notebook.
 """
 
@@ -24,7 +25,7 @@ from taas.errors import CaptureError
 
 
 class SetupCell(NamedTuple):
-    """One setup cell, as it ran in the notebook."""
+    """One setup cell, as it was executed in the notebook."""
 
     run: int  # the number of this run among the notebook's runs of setup cells
     number: int  # the notebook's ``In[n]``
@@ -49,7 +50,7 @@ _runs = itertools.count(1)
 
 
 def remember(identity: str, number: int, text: str) -> None:
-    """Let processes that start from now on run a cell, which has succeeded in the notebook."""
+    """Let processes that start from now on execute a cell, which has succeeded in the notebook."""
     forget(identity)
     _cells[identity] = SetupCell(next(_runs), number, text)
 
@@ -60,14 +61,14 @@ def forget(identity: str) -> None:
 
 
 def forget_all() -> int:
-    """Forget all; return how many there were."""
+    """Forget all setup cells; return how many there were."""
     count = len(_cells)
     _cells.clear()
     return count
 
 
 def setup_cells() -> list[SetupCell]:
-    """Return the cells that new processes run, in order."""
+    """Return the cells that new processes execute, in order."""
     return [*_cells.values()]
 
 
@@ -77,7 +78,7 @@ _done: set[int] = set()
 
 
 def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags: int) -> None:
-    """Run the setup cells that are new to this process, without their output.
+    """Execute the setup cells that are new to this process, without showing their output.
 
     Raises:
         CaptureError: a cell failed here that succeeded in the notebook; its ``__cause__`` is the
@@ -95,7 +96,7 @@ def run_setup_cells(cells: Iterable[SetupCell], namespace: dict[str, Any], flags
             # without this frame: from the cell's line on
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             raise _error_of(cell, error) from error
-        # Only now, so that a kept rank runs a cell again that failed or was interrupted.
+        # Only now, so that a kept rank executes a failed or interrupted cell again.
         _done.add(cell.run)
 
 
