@@ -290,7 +290,7 @@ def modules_used(packages: Container[str]) -> list[str]:
 
 
 def imported_by(cell: str) -> Iterator[str]:
-    """Yield the submodules that a cell imports; they become attributes of its packages."""
+    """Yield the submodules that a cell imports; the notebook gets them as package attributes."""
     for node in ast.walk(ast.parse(python_of(cell))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if "." in alias.name)

@@ -5,8 +5,8 @@ Three kinds stay:
 * variables that describe a rank, such as torchrun's;
 * variables that a library sets in the process that uses it, without a request by the user (a
   compiler's default cache);
-* variables that refer to a process or a socket of the rank, such as wandb's ``WANDB_SERVICE``: they
-  are useless once it has ended.
+* variables that refer to a process or a socket of the rank, such as wandb's ``WANDB_SERVICE``,
+  which are useless once the rank has ended.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def is_utf8(text: str) -> bool:
 
 
 def is_a_ranks_own(name: str, value: str) -> bool:
-    """Tell whether an environment variable stays, as it describes a rank or a library set it."""
+    """Tell whether a variable stays: it describes a rank, or a library set it for its process."""
     describes = name in _A_RANKS_OWN or name.startswith(_A_RANKS_OWN_PREFIXES)
     return describes or _is_of_library(name, value)
 

@@ -222,7 +222,7 @@ def _write_rule() -> Iterable[Finding]:
 
 
 def examine_slurm(settings: Settings) -> Iterable[Finding]:
-    """Check commands, partitions and one node, by a job that waits for at most a minute."""
+    """Check commands, partitions and one node, with a job that waits for at most a minute."""
     try:
         yield Finding("ok", "Slurm", slurm("sbatch", "--version").strip())
         for line in slurm("sinfo", "--noheader", "--format=%R %D %G %l %a").splitlines():

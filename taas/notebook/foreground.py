@@ -34,7 +34,7 @@ together with all its runs.
 
 
 class Interrupts:
-    """A context manager that counts SIGINTs, so that they do not raise in critical sections.
+    """A context manager that counts SIGINTs, so that they do not raise at arbitrary points.
 
     Otherwise, a second SIGINT would raise during the clean-up after the first one. No signals are
     delivered in threads other than the main thread; there, this context manager does nothing.

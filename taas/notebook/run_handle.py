@@ -61,7 +61,8 @@ class RunHandle:
 
         Raises:
             TimeoutError: the run has not ended yet.
-            CellFailed, RunLost: as the run's cell would have raised it.
+            CellFailed, RunLost: the run failed; the error is the one that its cell would have
+                raised.
             RunStopped: a user stopped the run.
             RunLost: the run's folder was removed, and with it the return value.
             CaptureError: the return value cannot be pickled.

@@ -111,7 +111,7 @@ class Frontend:
 
 
 def as_in_terminal(text: str) -> str:
-    """Return a message as a user in a terminal would type it."""
+    """Return a message with its commands as a user in a terminal would type them."""
     return re.sub(r"(?<!%)%taas(?! \w+ in a notebook)", "taas", text)
 
 

@@ -2,9 +2,9 @@
 
 A **flat state** is ``(kind, blob, children)``. The blob contains, marshalled, all parts whose
 identity does not matter. It uses marshal's version 2, which has no references, so that equal values
-have equal bytes, and ``1``, ``1.0`` and ``True`` differ. The children are the numbers of all other
-objects in the object, in the order in which they occur in the blob, where :data:`REF` stands for
-each.
+have equal bytes, and ``1``, ``1.0`` and ``True`` differ. The children are the numbers of the other
+objects, in the order in which the blob refers to them: :data:`REF` stands in the blob for each of
+them.
 
 Identity does not matter for these:
 
@@ -93,7 +93,7 @@ def inline(said: _Content) -> tuple[Any, ...]:
 class OfReading(NamedTuple):
     """The content of a blob of the kind ``reading`` (:class:`reading.Reading`)."""
 
-    made_of: int  # made from that many leading children; the others are its state
+    made_of: int  # number of leading children of which it is made; the others are its state
     is_attributes: bool | None  # whether its state is its attributes; None: it has no state
     by: Any  # constructor, setter and changer
     arguments: Any
@@ -124,7 +124,7 @@ _NUMBERED = (MemoryRange, types.FunctionType, type)
 _LARGE = 8
 """From this number of items on, it pays to check whether a container is a plain subtree."""
 _PUBLIC = {"posix": "os", "_io": "io"}
-"""Modules in which built-ins are found by public names; a rank replaces the function there."""
+"""Public modules of built-ins, by which they are sent: a rank may replace a function there."""
 _DEEPEST = 64
 _HELD = (
     ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
@@ -256,7 +256,7 @@ class FlatStates:
 
     The first objects are those that both sides have; the namespace has number 0.
 
-    ``named`` contains, by id, the name of each object that is sent as a variable of the ranks. For
+    ``named`` contains, by id, each object that is sent as the name of a variable in the ranks. For
     memory with numbers from ``collected`` on, all tensors and spans that use it are collected.
     ``left`` contains the parts of modules, loggers and formatters that stay behind, by their access
     paths; ``parted`` contains the attributes that stay with their process.

@@ -1,4 +1,4 @@
-"""Objects other than variables that hold data: modules of the project, loggers, formatters.
+"""Holders: objects with data other than variables (modules of the project, loggers, formatters).
 
 A module is sent by name. The state of a project module is its data (``helper.counter``) and the
 data of its classes (``helper.Model.count``). These data are sent if the cell reaches the module
@@ -207,8 +207,7 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
 
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
 _listed: set[str] = set()
-"""Holders that once had something from the notebook; their being empty now is part of their state.
-"""
+"""Holders that once had something from the notebook; being empty now is part of their state."""
 
 
 def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:

@@ -367,7 +367,7 @@ class MemoryTable:
 def new_memory(region: Region, fd: int) -> Stretch:
     """Return a region as ordinary memory of this process.
 
-    A mapping would stay as long as anything in it is used, and each written page would be a copy.
+    A mapping would stay as long as anything in it is used, and each write would copy a page.
     """
     torch = loaded("torch")
     storages = {}

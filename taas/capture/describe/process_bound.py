@@ -303,10 +303,10 @@ def words_that_run(words: Iterable[str], codes: Iterable[types.CodeType]) -> set
 def names_surely_needed(
     sure: Collection[str], roots: dict[str, int], heap: Any, words: Collection[str]
 ) -> set[str]:
-    """Return the names that a cell surely needs, with the names that functions under them read.
+    """Return the variables that a cell surely needs, with those that their functions read.
 
-    ``words`` are those of the code that runs. A function or method that it does not name is not
-    followed.
+    ``words`` are those of the code that runs. A function or method that this code does not mention
+    is not followed.
     """
     found, waiting = {*sure}, [*sure]
     for name in waiting:  # the loop appends to it
@@ -327,7 +327,7 @@ def names_surely_needed(
 class Wrapping:
     """The modules that code wraps: those that its wrapping calls mention, or any if unclear.
 
-    ``words_of_functions`` are the words of the functions that a cell calls.
+    ``words_of_functions`` are the words of the functions that the cell may call.
     """
 
     def __init__(

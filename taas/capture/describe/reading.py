@@ -46,8 +46,8 @@ class Reading(NamedTuple):
 
     ``setter(object, state)`` sets the object's state, whatever its state was before. A state of
     None is the state of a new object; without a setter, the class has no other state.
-    ``changer(object, constructor, *arguments)`` turns an existing object into what these make; None
-    if only a new object can be that.
+    ``changer(object, constructor, *arguments)`` turns an existing object into what the constructor
+    would make; it is None if that takes a new object.
     """
 
     constructor: Callable[..., Any]
@@ -163,7 +163,7 @@ def turn_into(value: Any, _: Any, cls: type, *__: Any) -> None:
 
 
 def become(value: Any, constructor: Callable[..., Any], *arguments: Any) -> None:
-    """Turn an instance of Python classes into what these arguments make."""
+    """Turn an instance of Python classes into what the constructor makes from the arguments."""
     twin = constructor(*arguments)
     value.__class__ = type(twin)
     set_insides(value, read_insides(twin))
@@ -286,7 +286,7 @@ def module_named(name: str) -> Any:
 
 
 def module_holding(value: Any, name: str) -> str:
-    """Return the module that an object gives as its own, or else one that contains it, like pickle.
+    """Return an object's ``__module__``, or else the module that contains it, as pickle does.
 
     Unlike pickle, this does not call a module's ``__getattr__``.
     """
@@ -383,7 +383,7 @@ def _family(cls: Any) -> Any:
 
 
 def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
-    """Return the reader for a container class; None for others, and for an own protocol."""
+    """Return the reader for a container class; None for others, or with an own protocol."""
     family = _family(cls)
     if family is None:
         return None
@@ -441,7 +441,7 @@ def read_reference(reference: Any) -> Reading:
 
 
 def read_proxy(proxy: Any) -> Reading:
-    """Read a weak proxy, which passes for its object; a tqdm bar has one of itself."""
+    """Read a weak proxy, which looks like its object; a tqdm bar has a proxy of itself."""
     return Reading(weakref.proxy, (proxy.__reduce_ex__.__self__,))
 
 

@@ -208,7 +208,7 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
 def _change_tensor(tensor: Any, _: Any, cls: Any, *arguments: Any) -> None:
     """Change the view of a tensor; a tensor that the cell moved stays on its device here.
 
-    It gets the new values there.
+    It gets the new values on that device.
     """
     import torch
 

@@ -151,7 +151,7 @@ class Builder:
         self.lost[n], self.made[n] = because, None
 
     def _abandon(self, *numbers: int) -> None:
-        """Change the class of objects that will never be filled, so that their end is silent.
+        """Change the class of objects that will never be filled, so that freeing them cannot raise.
 
         The ``__del__`` of their own class would use attributes that they lack.
         """
@@ -207,7 +207,7 @@ def change(value: Any, before: State, state: State, children: list[Any], how: Ho
 
 
 def _attribute_names(kind: str, said: Any) -> Sequence[str] | None:
-    """Return the attribute names in the state of an own protocol, if it has only attributes."""
+    """Return the attribute names in a protocol's state, if it consists of attributes only."""
     if kind != "reading":
         return None
     _, is_attributes, _, _, state_said = said
@@ -245,7 +245,7 @@ def _inner(part: tuple[Any, ...], rest: Iterator[Any]) -> Any:
 
 
 def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
-    """Make an object; return it with the setter for its state, or None for a new object's state."""
+    """Make an object; return it and its setter, or None if it needs no other state."""
     if kind == "reading":
         _, is_attributes, by, arguments, _ = said
         constructor, setter, _ = _resolve_refs(by, rest)

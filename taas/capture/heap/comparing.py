@@ -1,16 +1,16 @@
-"""Find what a cell changed: compare the states of all objects after the cell and before it.
+"""Find what a cell changed: compare the states of all objects before and after the cell.
 
 Each of the three steps depends on the step before:
 
 1. :func:`compare` finds the objects whose states differ, and whether each of them changes in place
    or has to be recreated.
 2. :func:`renumber` gives a new number to each object that is recreated. An object that refers to it
-   therefore has new contents, or must be recreated, too.
+   (a *holder*) therefore has new contents, or must be recreated, too.
 3. :func:`refuse` finds the objects that keep their old state because a part of them cannot be sent.
 
 In a :class:`~taas.capture.heap.heap.Heap`, the first ``known`` numbers are those that the notebook
-has. The first ``described`` numbers existed right before the cell; some of these parts exist in
-this process only.
+has. The objects with the first ``described`` numbers existed right before the cell; some of them
+are parts that only this process has.
 """
 
 from __future__ import annotations

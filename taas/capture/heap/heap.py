@@ -44,8 +44,8 @@ def is_constant(value: Any, state: State | None) -> bool:
 
     Strings and tuples are constant; so are objects that are sent by name, and objects that consist
     of a constructor and its arguments and have no state: ``torch.float32``, a device, a date. An
-    iterator and an ``array.array`` look the same, but an iterator advances and an ``array.array``
-    can change. An ``array.array`` has no hash.
+    iterator and an ``array.array`` have the same form, but an iterator advances and an
+    ``array.array`` can change. An ``array.array`` has no hash.
     """
     if state is None or state[0] in CONSTANT:
         return True
@@ -355,7 +355,7 @@ class Heap(FlatStates):
         return found
 
     def holders(self, among: Iterable[int]) -> dict[int, list[int]]:
-        """For each object to which some objects refer, return the numbers of the latter."""
+        """Return, for each object, which of the objects ``among`` refer to it."""
         holders: dict[int, list[int]] = {}
         for n in among:
             for child in (self.states[n] or NO_STATE)[2]:

@@ -60,7 +60,7 @@ _NO_ROOM = frozenset({errno.EFBIG, errno.ENOSPC, errno.ENOMEM})
 
 
 class NoRoom(CaptureError):
-    """There is no space for a file of variables; ``fits`` is how many of its bytes have space."""
+    """There is not enough space for a file of variables; ``fits`` bytes would fit."""
 
     fits = 0
 

@@ -305,7 +305,7 @@ class _Incoming:
             return False
         if isinstance(value, type):  # Python orders a class's attributes as they are set
             return False
-        if self._heap.number.get(id(value)) != n:  # it replaces the wrapper that rank 0 has
+        if self._heap.number.get(id(value)) != n:  # rank 0 has a wrapper in its place
             return False
         own = type(value).__module__ == "__main__" and keeps_all_attributes(type(value))
         return kind != "reading" or own

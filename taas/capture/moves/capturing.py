@@ -165,7 +165,7 @@ class Capture:
         return any(True for _ in shares_among(objects[n] for n in self.heap.reached([root])))
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
-        """Write the variables, and what else ranks need, into a sealed memfd.
+        """Write the variables, and everything else that ranks need, into a sealed memfd.
 
         Raises :class:`CaptureError` if there is not enough memory.
         """

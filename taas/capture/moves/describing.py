@@ -26,14 +26,14 @@ from taas.capture.moves.names import ANY, Needs, names_used_by
 from taas.errors import CaptureError
 
 LARGE = 256 << 20
-"""A variable with more bytes than this is announced. All variables that the cell only possibly
-means are limited to this size in total.
+"""A variable with more bytes than this is announced. All variables that the cell might mean,
+because it computes names, are limited to this size in total.
 """
 _NO_NAMES = frozenset[str]()
 
 
 class Asked(NamedTuple):
-    """What a cell needs, and under which conditions."""
+    """What a cell needs: variables, other values and modules."""
 
     needs: Needs
     places: dict[str, Any]  # values that it uses without a variable: magics, values of cells
@@ -74,7 +74,7 @@ class Described:
         self.left_behind: dict[str, str] = {}  # by variable, why it stays in the notebook
         self.detached: list[str] = []  # variables with tensors that lose their graph
         self.without: list[str] = []  # why places stay in the notebook
-        self.too_large: list[str] = []  # variables only possibly meant, and too large to be sent
+        self.too_large: list[str] = []  # variables that the cell might mean, and that are too large
         self._pack(asked.places, for_data=asked.for_data)
 
     def _pack(self, places: dict[str, Any], *, for_data: bool) -> None:
@@ -111,7 +111,7 @@ class Described:
             self.too_large += keys_without_a_name(namespace)
 
     def _add_others(self, names: Collection[str], roots: dict[str, int]) -> None:
-        """Describe variables that the cell only possibly means, as long as they are small."""
+        """Describe variables that the cell might mean, as long as they are small."""
         room = LARGE
         for name in sorted(names):
             if self._add(name, self.namespace[name], roots, room) is not None:
@@ -192,7 +192,7 @@ class Described:
         self.missing_for_data = sorted(name for name in missing if not hasattr(builtins, name))
 
     def _add_places(self, places: dict[str, Any]) -> None:
-        """Describe places: ``places``, loggers, formatters, and the project's modules in use."""
+        """Describe ``places``, loggers, formatters, and the project's modules in use."""
         held = self.held
         while new := {
             name: value

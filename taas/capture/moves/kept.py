@@ -32,7 +32,7 @@ UNSURE = object()
 class Kept:
     """What the ranks have after a cell: variables, ``places``, and the matching notebook objects.
 
-    ``places`` are values that no variable holds: modules, loggers and formatters. ``own`` are the
+    ``places`` are further objects with data: modules, loggers and formatters. ``own`` are the
     variables whose value in the ranks could not be transferred back.
     """
 
@@ -72,9 +72,9 @@ class Kept:
             self.heap.memories_among(reached).values()
         )
         self.stretches = {n: stretch for n, stretch in applied.memory.items() if n in used}
-        # Memory that was valid for the cell was then as in the earlier snapshot, and still is in
-        # the ranks. If a thread of the notebook has written to it since, the next cell detects a
-        # change.
+        # Memory that was still valid for the cell was then equal to the earlier snapshot, and the
+        # ranks' copy still is. If a thread of the notebook has written to it since, the next cell
+        # detects a change.
         self.snapshot: MemorySnapshot = MemorySnapshot(
             self.stretches, before.snapshot if before is not None else None, applied.patched
         )
@@ -141,7 +141,7 @@ class Held:
 
     @property
     def named(self) -> dict[int, str]:
-        """By id, the names of the objects that the payload refers to by a variable of the ranks."""
+        """By id, the variable names by which the payload refers to objects of the ranks."""
         kept, names = self.kept, self.names - self.kept.own
         by_wrapped = sorted(names, key=lambda name: name not in kept.wrapped)
         return {

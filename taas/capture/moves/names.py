@@ -576,7 +576,7 @@ def _stands_for_all(node: ast.AST, *, inside: bool) -> bool:
 
 
 def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
-    """Return method and strings of the call into which IPython converts a magic or ``!command``."""
+    """Return method and strings of the call that IPython makes of a magic or ``!command``."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)

@@ -84,7 +84,7 @@ def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
 
 
 def names_of_rank(cell: str, namespace: dict[str, Any]) -> dict[str, bool]:
-    """Return the variables that a cell computes from the rank; True for parts of data."""
+    """Return the variables that a cell computes from the rank, with True for parts of data."""
     said = {
         name
         for name, value in namespace.items()
