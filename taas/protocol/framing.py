@@ -24,10 +24,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Alive(Message, frozen=True):
-    """The sender is alive.
+    """A message without content.
 
-    Worker pools and the supervisor send this regularly. If the supervisor cannot send it to an
-    agent, that agent is out of reach.
+    A worker pool sends it regularly to show that it is alive. The supervisor sends it to each agent
+    on another host to find out whether the connection still exists: ZeroMQ closes a connection
+    without heartbeats (:func:`taas.protocol.curve.set_heartbeat`), and then sending fails. Agents
+    do not reply.
     """
 
 

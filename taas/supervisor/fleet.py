@@ -306,7 +306,10 @@ class Fleet:
     # ------------------------------------------------------------ heartbeats, loss and end
 
     def beat(self) -> list[Vm]:
-        """Send heartbeats to remote agents if they are due; return the VMs out of reach."""
+        """Check from time to time whether remote agents can be sent messages; return the lost VMs.
+
+        Silence is detected by ZeroMQ, which closes the connection.
+        """
         if time.monotonic() < self._next_beat:
             return []
         self._next_beat = time.monotonic() + deadlines.BEAT
