@@ -73,6 +73,7 @@ cells.
 STEPS = """
 import torch
 import torch.distributed as dist
+if not dist.is_initialized(): dist.init_process_group("gloo")
 for step in range(25):
     steps.append(len(steps))
     total = len(steps)

@@ -137,7 +137,7 @@ class Notebook:
         self.hidden = False
         self._pending = ""
         self._ran = Ran()
-        self._ended = False
+        self._ended = self._pressed = False
         self._as_started = ""
 
     def renew(self, folder: Path) -> None:
@@ -159,7 +159,7 @@ class Notebook:
 
     def start_cell(self, identity: str, code: str) -> None:
         """Execute a cell as a front end does that tells which of its cells it is."""
-        self._ran, self._ended = Ran(), False
+        self._ran, self._ended, self._pressed = Ran(), False, False
         content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
         content |= {"user_expressions": {}, "stop_on_error": False}
         message = self._client.session.msg(
@@ -174,7 +174,7 @@ class Notebook:
         A kernel drops cells that reach it right after one with an error, which no person's second
         cell does.
         """
-        self._ran, self._ended = Ran(), False
+        self._ran, self._ended, self._pressed = Ran(), False, False
         self._pending = self._client.execute(
             code, store_history=store_history, allow_stdin=keyboard, stop_on_error=False
         )
@@ -201,11 +201,23 @@ class Notebook:
             raise AssertionError(
                 f"the cell has not ended in {seconds} s: {shown}\n{_stacks()}"
             ) from None
-        reply = self._client.get_shell_msg(timeout=30)
-        while reply["parent_header"].get("msg_id") != self._pending:
-            reply = self._client.get_shell_msg(timeout=30)
-        self._ran.status = reply["content"]["status"]
+        self._ran.status = self._status_in_reply()
         return self._ran
+
+    def _status_in_reply(self) -> str:
+        """Return how the cell ended, as the kernel replies.
+
+        An interrupt right after the cell's end takes ipykernel's reply away, and is only logged.
+        """
+        while True:
+            try:
+                reply = self._client.get_shell_msg(timeout=30)
+            except queue.Empty:
+                if not self._pressed:
+                    raise
+                return "error" if self._ran.ename else "ok"
+            if reply["parent_header"].get("msg_id") == self._pending:
+                return str(reply["content"]["status"])
 
     def ends_within(self, seconds: float) -> bool:
         """Tell whether the cell that was started ends so soon.
@@ -259,6 +271,7 @@ class Notebook:
 
     def interrupt(self) -> None:
         """Press the interrupt button."""
+        self._pressed = True
         self._manager.interrupt_kernel()
 
     def kill(self) -> None:

@@ -110,9 +110,9 @@ def test_random_interrupts(stage: Stage) -> None:
     print(f"TAAS_FAULTS_SEED={seed}")
     dice = random.Random(seed)
     for _ in range(COUNT):
-        state, moment = dice.choice(list(STEPPING)), dice.uniform(0, 2)
+        state, moment = dice.choice(list(STEPPING)), dice.uniform(0, 3)
         again = dice.choice((None, None, dice.uniform(0, 1)))
         print(f"{state} after {moment:.2f} s", "" if again is None else f"and {again:.2f} s")
         ran = stage.interrupt_at(state, moment, again)
-        assert ran.ename in ("", "KeyboardInterrupt"), ran
+        assert ran.ename in ("", "KeyboardInterrupt"), ran.traceback
         stage.check()

@@ -31,6 +31,23 @@ ROWS = [
         check='h, fields(b)[0].metadata["help"], type(b) is A',
     ),
     row(
+        "dataclasses made by calls",
+        setup="""
+            import dataclasses
+
+            Here = dataclasses.make_dataclass("Here", ["p", ("q", int)])
+        """,
+        cell="""
+            There = dataclasses.make_dataclass("There", ["a", ("b", list[int])])
+            Below = dataclasses.make_dataclass("Below", ["c"], bases=(Here,))
+            one = Below(1, 2, c=3)
+        """,
+        check=(
+            "[C.__init__.__annotations__ for C in (Here, There, Below)],"
+            " [f.type for f in dataclasses.fields(Below)], one"
+        ),
+    ),
+    row(
         "instance",
         setup="""
             class A:

@@ -128,8 +128,8 @@ _PUBLIC = {"posix": "os", "_io": "io"}
 _DEEPEST = 64
 _HELD = (
     ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
-    ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"),
-    ("sys", "stderr"), ("traitlets", "All"),
+    ("builtins", "NotImplemented"), ("dataclasses", "_ANY_MARKER"),
+    ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
 )  # fmt: skip
 """Objects that are compared by identity (``default is SUPPRESS``, what ``exec`` puts into a
 namespace). They are sent by their name in a module.
