@@ -162,10 +162,10 @@ class RunHandle:
 
     @property
     def curves(self) -> dict[str, list[float]]:
-        """The numbers that the cell has printed behind words until now, such as ``loss 0.43``.
+        """The labelled numbers that the cell has printed so far, such as ``loss 0.43``.
 
-        By word, up to three. More than 256 values of one are thinned out: the first and the last
-        stay, and the lowest and the highest of each part.
+        A dict from label to values, with at most three labels. A series of more than 256 values is
+        downsampled: it keeps its first and last value, and the minimum and maximum of each segment.
         """
         found = read_curves(self.folder).numbers
         return {name: curve.values for name, curve in found.items()}

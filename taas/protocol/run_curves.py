@@ -1,4 +1,4 @@
-"""The curves of a run, as they stand in its folder: what its cell printed, and how busy it was.
+"""A run's curves, as stored in its folder: the numbers that its cell printed, and its utilization.
 
 ``runs/curves`` makes them and reads them.
 """

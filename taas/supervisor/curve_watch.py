@@ -1,11 +1,12 @@
 """Reads the numbers that a run's cell prints, from the file with a rank's output, as it grows.
 
-The run's worker thread does this, so that an interrupt never waits for it. It reads about a tenth
-of the time at most: a cell that prints faster than that is read behind the rest, and what is left
-when the run ends is read in a bounded time. So the rank and the cell that shows its lines keep
-their processors, and what is left out of a curve then is a part before its end.
+The run's worker thread does this, so that an interrupt never waits for it. It spends at
+most about a tenth of its time reading. If a cell prints faster than that, the reader falls behind,
+and at the end of the run it gets a limited time to catch up. This leaves the processors to the
+ranks and to the kernel. If output has to be skipped, the gap is before the end of the curve.
 
-Of several ranks one is read: rank 0, or the first of those that the cell shows (``--output 3``).
+If there are several ranks, only one is read: rank 0, or the first rank that the cell shows
+(``--output 3``).
 """
 
 from __future__ import annotations
