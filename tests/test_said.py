@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from taas.project.wall.boundary import make_shared
 from taas.runs.records import read_records
 
 SHARED = {
-    "too long": ("a" * 300, "File name too long: type --shared checkpoints"),
+    "too long": ("a" * 300, "type --shared checkpoints"),
     "a loop of links": ("loop/x", "type --shared checkpoints"),
     "below a file": ("file/x", "cannot be made (Not a directory): type --shared checkpoints"),
     "a link that leads nowhere": (
@@ -50,7 +51,7 @@ def test_an_odd_shared_directory(
 
 TOML = {
     "nested too deeply": ("a = " + "[" * 3000 + "]" * 3000, "recursion"),
-    "a key nested too deeply": ("x" + ".x" * 3000 + " = 1", "recursion"),
+    "a key nested too deeply": ("x" + ".x" * 3000 + " = 1", "; correct the file or remove it"),
     "a number for a list of folders": ("[storage]\nshared = 5", 'write ["checkpoints"]'),
     "a list in a list": ("[storage]\nshared = [[1]]", 'write ["checkpoints"]'),
     "a date": ("[run]\nmax_restarts = 1979-05-27", "a date has no meaning here"),
@@ -92,7 +93,8 @@ def test_an_odd_folder_of_settings(
 ) -> None:
     """There are no settings there, or the path is named."""
     monkeypatch.setenv("XDG_CONFIG_HOME", home)
-    if len(home) < 100:
+    # from Python 3.14 on, a path that is too long is one that does not exist
+    if len(home) < 100 or sys.version_info >= (3, 14):
         assert load_catalog(tmp_path).settings == {}
     else:
         with pytest.raises(ConfigError, match="File name too long; correct the path"):

@@ -14,6 +14,20 @@ pytestmark = pytest.mark.usefixtures("oracle")
 
 ROWS = [
     row(
+        "slices in functions",
+        setup="""
+            def head(rows): return rows[:2], rows[::2]
+            def channel(grid): return [row[1:2] for row in grid], (lambda rows: rows[-1:])(grid)
+            class Window:
+                def of(self, rows, part=slice(1, 3)): return rows[part], rows[:1]
+        """,
+        cell="""
+            def tail(rows): return rows[-2:], {"last": rows[-1:]}
+            shown = head([1, 2, 3]), channel([[1, 2], [3, 4]]), Window().of([1, 2, 3, 4])
+        """,
+        check="shown, tail([1, 2, 3]), head('abc'), Window().of('abcd')",
+    ),
+    row(
         "function sees rebound global",
         setup="""
             k = 1

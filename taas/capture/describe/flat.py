@@ -48,6 +48,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from taas.base.import_hooks import attribute_of, attributes_of
+from taas.capture.describe.code_constants import without_slices
 from taas.capture.describe.memory import MemoryRange
 from taas.capture.describe.process_own import is_of_process, left_attributes, names_told
 from taas.capture.describe.reader import Reader
@@ -538,10 +539,15 @@ def _atom(_: FlatStates, value: Any, *__: Any) -> _Content:
     return "atom", value
 
 
+def _code(_: FlatStates, value: types.CodeType, *__: Any) -> _Content:
+    code = without_slices(value)
+    return ("atom", value) if code is value else ("code", code)
+
+
 _KNOWN: dict[type, Callable[[FlatStates, Any, list[int], Fresh], _Content]] = {
     list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set,
     frozenset: FlatStates._set, OrderedDict: FlatStates._dict,
-    types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom,
+    types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _code,
     **dict.fromkeys(ATOMS, _atom),
 }  # fmt: skip
 

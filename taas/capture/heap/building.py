@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from taas.capture.describe.code_constants import with_slices
 from taas.capture.describe.flat import REF, How, OfReading, State
 from taas.capture.describe.memory import MemoryTable
 from taas.capture.describe.reading import (
@@ -261,6 +262,8 @@ def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
         return next(rest), None
     if kind == "atom":
         return said, None
+    if kind == "code":
+        return with_slices(said), None
     return tuple(_resolve_refs(said, rest)) if kind == "tuple" else frozenset(
         _items(said, rest)
     ), None

@@ -35,7 +35,7 @@ from taas.capture.describe.tensors import is_tensor
 NAMESPACE = 0
 """The number of the notebook's namespace."""
 
-CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
+CONSTANT = frozenset({"atom", "code", "global", "memory", "name", "same", "tuple", "frozenset"})
 """Kinds of objects that cannot change."""
 
 
