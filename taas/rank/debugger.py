@@ -9,6 +9,7 @@ stops in the next one, and stepping past the last one ends the debugging.
 from __future__ import annotations
 
 import bdb
+import pdb
 import sys
 import threading
 from types import FrameType, TracebackType
@@ -43,6 +44,26 @@ def show_users_frames() -> None:
     patched: Any = bdb.Bdb
     patched.get_stack, patched.stop_here = get_users_stack, stop_in_users_frame
     _step_from_statement_to_statement(patched)
+    _quit_without_a_question()
+
+
+def _quit_without_a_question() -> None:
+    """Let ``q`` end the cell, as in a notebook.
+
+    From Python 3.14 on, pdb first asks whether it may kill the process, unless ``sys.ps1`` exists;
+    a rank has none (rank/shell.py).
+    """
+    do_quit = pdb.Pdb.do_quit
+
+    def quit_as_in_a_notebook(self: pdb.Pdb, arg: str) -> bool | None:
+        sys.ps1 = ""
+        try:
+            return do_quit(self, arg)
+        finally:
+            del sys.ps1
+
+    patched: Any = pdb.Pdb
+    patched.do_quit = patched.do_q = patched.do_exit = quit_as_in_a_notebook
 
 
 def _step_from_statement_to_statement(patched: Any) -> None:
