@@ -46,7 +46,8 @@ def a_group_has_the_backend_that_the_program_asked_for():
     both = dist.new_group(backend="cpu:gloo,cuda:nccl")
     assert dist.get_backend(both) == "cpu:gloo,cuda:nccl"
     mesh = dist.init_device_mesh("cuda", (2,))
-    assert dist.get_backend(mesh.get_group()) == "nccl"
+    # torch 2.6 makes another group for a mesh if the real backend of the default group is gloo
+    assert dist.get_backend(mesh.get_group()) in ("nccl", "cpu:gloo,cuda:nccl")
     # torch's own: its function for gloo, which has no reduce_scatter of autograd
     x = torch.ones(2, requires_grad=True)
     torch.distributed.nn.functional.all_gather(x)[RANK].sum().backward()

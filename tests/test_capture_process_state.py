@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import IPython
 import pytest
 from blocks import block
 from oracle import Program, assert_same, each_of, play, row, together
@@ -611,6 +612,8 @@ DRAWN = [
 @each_of(DRAWN)
 def test_imports_draw_as_in_the_notebook(program: Program, tmp_path: Path) -> None:
     """What the notebook has imported draws nothing in a rank; what is new draws in both."""
+    if "import rich" in program.cells[0]:
+        pytest.importorskip("rich")
     assert_same(program, tmp_path)
 
 
@@ -702,6 +705,8 @@ RELOADED = [
 @pytest.mark.parametrize("reloaded", RELOADED, ids=lambda reloaded: reloaded.name)
 def test_autoreload_is_a_reload(reloaded: Reloaded, tmp_path: Path) -> None:
     """A module that %autoreload reloaded is the file's in ranks, with the notebook's data."""
+    if reloaded.name.endswith("beside data of the notebook") and IPython.version_info < (9,):
+        pytest.skip("an older %autoreload drops what the notebook has set in a module")
     cells = (
         f"%load_ext autoreload\n%autoreload {reloaded.mode}",
         f"import helper\n{reloaded.earlier}",

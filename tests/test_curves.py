@@ -354,26 +354,29 @@ def taas(*words: str) -> str:
 
 def test_a_run_shows_what_rank_0_prints(book: Notebook) -> None:
     """In its line, in the fold, in the history, for programs, and from Python."""
-    text, html = last_line(book, TRAINING.format(name="seen", options=""))
-    assert re.match(r"✓ seen done · loss 0\.0333 █[▁-█]{11} · acc 75% ▁[▁-█]{10}█ · 2 ranks", text)
+    text, html = last_line(book, TRAINING.format(name="descent", options=""))
+    assert re.match(
+        r"✓ descent done · loss 0\.0333 █[▁-█]{11} · acc 75% ▁[▁-█]{10}█ · 2 ranks", text
+    )
     folded = html[html.index("<details") :]
     assert html.index("<svg") < html.index("<details")
     assert "curves, and each rank" in folded
     assert "loss · 10 → 0.0333, lowest 0.0333, highest 10, 300 values" in folded
     assert folded.count("<svg") >= 2
     [history] = book.good("%taas history").displays
-    [row] = [line for line in history["data"]["text/plain"].splitlines() if "seen " in line]
+    lines = history["data"]["text/plain"].splitlines()
+    [row] = [line for line in lines if "descent " in line]
     assert "loss 0.0333 █" in row
     assert "<svg" in history["data"]["text/html"]
-    [facts] = [run for run in json.loads(taas("history", "--json")) if run["name"] == "seen"]
+    [facts] = [run for run in json.loads(taas("history", "--json")) if run["name"] == "descent"]
     assert facts["curves"]["loss"][0] == 10.0
-    book.good("curves = taas.history('seen').curves")
+    book.good("curves = taas.history('descent').curves")
     assert book.value("[*curves]") == "['loss', 'acc']"
     assert book.value("(curves['loss'][0], curves['loss'][-1], max(curves['acc']))") == (
         "(10.0, 0.0333, 75.0)"
     )
     assert "loss 0.0333 █" in taas("history")
-    assert re.search(r"^loss +█[▁-█]{59}  10 → 0.0333", taas("top", "seen"), re.MULTILINE)
+    assert re.search(r"^loss +█[▁-█]{59}  10 → 0.0333", taas("top", "descent"), re.MULTILINE)
 
 
 def test_a_background_run_has_its_curves(book: Notebook) -> None:
@@ -418,6 +421,7 @@ BARS = {
 @pytest.mark.parametrize("bar", BARS)
 def test_what_stands_behind_a_bar(book: Notebook, bar: str) -> None:
     """Of tqdm, as text and as a widget."""
+    pytest.importorskip("tqdm")
     text, _ = last_line(
         book,
         block(
