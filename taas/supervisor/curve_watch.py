@@ -38,7 +38,7 @@ To read 100,000 lines with numbers takes half a second, for which the cell would
 """
 
 
-class WatchedRun(Protocol):
+class PrintingRun(Protocol):
     """What the watch needs of its run (supervisor/runs.py)."""
 
     recorder: Recorder
@@ -58,7 +58,7 @@ class CurveWatch:
     one of the two changes the other does not read at the same time.
     """
 
-    def __init__(self, run: WatchedRun, before: CurveWatch | None = None) -> None:
+    def __init__(self, run: PrintingRun, before: CurveWatch | None = None) -> None:
         self._run = run
         rank = _rank_of(run.recorder.record.cell.spec)
         self._events = RankEvents(run.output / str(rank), rank)
