@@ -437,6 +437,23 @@ def test_what_stands_behind_a_bar(book: Notebook, bar: str) -> None:
     assert book.value("[*dict.fromkeys(taas.history().curves['loss'])]") == "[8.0, 4.0, 2.0]"
 
 
+def test_comms_of_the_program_send_what_they_like(book: Notebook) -> None:
+    """They are neither widgets nor a reason for the run, or for its supervisor, to fail."""
+    book.good(
+        block("""
+            #pragma taas --gpus 1 --name own
+            from comm import create_comm
+            own = create_comm(target_name="own", data=[1, 2])
+            for data in ([1, 2], "text", {"state": [1]}, {"state": {"value": 5}}, None):
+                own.send(data)
+            own.close([3])
+            for loss in (3.5, 2.5, 1.5): print("loss", loss)
+            del own
+        """)
+    )
+    assert book.value("taas.history('own').curves") == "{'loss': [3.5, 2.5, 1.5]}"
+
+
 FAILS = {
     "in the cell": ("x = 1\nraise ValueError('boom')", "cell line 3: ValueError: boom"),
     "in a function of the cell": (

@@ -56,6 +56,8 @@ def _quit_without_a_question() -> None:
     do_quit = pdb.Pdb.do_quit
 
     def quit_as_in_a_notebook(self: pdb.Pdb, arg: str) -> bool | None:
+        if hasattr(sys, "ps1"):  # the program has set it
+            return do_quit(self, arg)
         sys.ps1 = ""
         try:
             return do_quit(self, arg)

@@ -26,7 +26,7 @@ import msgspec
 from taas.base.places import write_private
 from taas.protocol.framing import MessageReader, Unreadable
 from taas.protocol.run_curves import Curve, Curves
-from taas.runs.events import Output, read_arguments
+from taas.runs.events import Output, read_arguments, widget_state
 from taas.runs.printed_numbers import Number, numbers_in
 
 _FILE = "curves"
@@ -222,7 +222,7 @@ class PrintedNumbers:
 
 def _text_of_widget(message: dict[str, Any]) -> str:
     """Return the text that a message gives to a widget, such as the right side of tqdm's bar."""
-    value = message.get("data", {}).get("state", {}).get("value", "")
+    value = widget_state(message).get("value")
     return html.unescape(_TAG.sub("", value)) if isinstance(value, str) else ""
 
 

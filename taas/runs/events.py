@@ -72,6 +72,16 @@ class Output(NamedTuple):
 read_arguments = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
+def widget_state(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that a comm's message gives to a widget; empty if it gives none.
+
+    The data of a program's own comm may be any JSON value.
+    """
+    data = arguments.get("data")
+    state = data.get("state") if isinstance(data, dict) else None
+    return state if isinstance(state, dict) else {}
+
+
 def plain_form(kind: str, arguments: dict[str, Any]) -> str:
     """Return the text form of a display or an error; empty if it has none.
 
@@ -377,6 +387,7 @@ def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] |
         for item in found:
             arguments = read_arguments(item.body) if item.body else {}
             text += plain_form(item.kind, arguments) if item.body else item.text
-            drawn = arguments.get("data", drawn)
+            if item.kind != "comm":  # its data are the program's own
+                drawn = arguments.get("data", drawn)
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return [line for line in lines if line][-count:], drawn

@@ -12,8 +12,10 @@ If there are several ranks, only one is read: rank 0, or the first rank that the
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +27,8 @@ from taas.runs.curves import PrintedNumbers, Series, write_curves
 from taas.runs.events import RankEvents
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.stages import Stage
+
+logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _BUSY_SECONDS = 2.0
@@ -66,12 +70,13 @@ class CurveWatch:
         self._busy: Series = Series() if before is None else before._busy
         self._written = Curves()
         self._next = self._next_busy = 0.0
+        self._failed = False
 
     def step(self) -> None:
         """Look, if it is time, and if the worker has nothing else to do."""
         now = time.monotonic()
         is_at_work = self._run.stage in (Stage.RUNNING, Stage.FINISHING)
-        if not is_at_work or now < self._next or self._run.worker.pending:
+        if not is_at_work or now < self._next or self._run.worker.pending or self._failed:
             return
         self._next = now + _LOOK_SECONDS  # unless the look has more to read
         busy = None
@@ -79,7 +84,7 @@ class CurveWatch:
             one.state == "running" for one in self._run.recorder.record.use
         ):
             busy, self._next_busy = self._run.recorder.record.busy, now + _BUSY_SECONDS
-        self._run.worker.do(partial(self._look, busy))
+        self._run.worker.do(partial(self._try, partial(self._look, busy)))
 
     def _look(self, busy: float | None) -> None:
         """Read what the rank has written, as much as fits, and write the curves; in the worker."""
@@ -92,6 +97,18 @@ class CurveWatch:
 
     def finish(self) -> None:
         """Read the rest, now that the rank writes no more; in the worker's thread."""
+        if not self._failed:
+            self._try(self._read_rest)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do some work; if it raises an error, the run goes on without curves from then on."""
+        try:
+            work()
+        except Exception:
+            self._failed = True
+            logger.exception("%s has no more curves", self._run.recorder.record.name)
+
+    def _read_rest(self) -> None:
         if self._events.unread > _LAST_READ_BYTES:
             self._events.skip()
         self._read(math.inf)

@@ -428,11 +428,11 @@ class Run:
         self.loss = self._loss_that_restarts()
         well = bool(self.loss) or self.found.verdict.outcome != "failed"
         self.recorder.move(Stage.RESTARTING if self.loss else Stage.SORTING)
+        self.worker.do(self.curves.finish)
         sorts = partial(self._sort_writes, well=well, over=not self.loss)
         self.worker.do(sorts, lambda done: then(done.result()))
 
     def _sort_writes(self, *, well: bool, over: bool) -> Run:
-        self.curves.finish()
         notes, final = ([], b"") if self.data is None else (self.data.notes, self.data.final)
         notices = self.found.notices
         notices += [*notes, *self._project_sync.notices(well=well)]

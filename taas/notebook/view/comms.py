@@ -20,6 +20,7 @@ from comm.base_comm import BaseComm
 from taas.base.import_hooks import loaded
 from taas.base.wording import shown, text_of
 from taas.rank.comms import end_of_comm
+from taas.runs.events import widget_state
 
 _WIDGETS = "jupyter.widget"
 """The comm target of ipywidgets."""
@@ -63,8 +64,10 @@ class KernelEnds:
         end.publish_msg(
             said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"]
         )
+        if end.target_name != _WIDGETS:
+            return  # a program's own comm: its data may be anything
         with self._report_errors(said):
-            if opens and end.target_name == _WIDGETS:
+            if opens:
                 _make_twin(end, said)
             elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
                 _set_state(twin, said)
@@ -75,7 +78,7 @@ class KernelEnds:
         try:
             yield
         except Exception as error:
-            known, told = _all_widgets().get(said["comm_id"]), said["data"].get("state", {})
+            known, told = _all_widgets().get(said["comm_id"]), widget_state(said)
             kind = getattr(known, "_model_name", told.get("_model_name", "widget")).removesuffix(
                 "Model"
             )
