@@ -46,7 +46,10 @@ nb_execution_timeout = 300
 nb_execution_raise_on_error = True  # a page that is read is not read again, nor warned of
 nb_execution_show_tb = True
 nb_merge_streams = True
-os.environ["PYTHONPATH"] = str(ROOT / "examples")  # for the demo, which imports offline_mnist
+# for the demo, which imports offline_mnist
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT / "examples"), os.environ.get("PYTHONPATH")))
+)
 
 python_use_unqualified_type_names = True
 

@@ -18,6 +18,7 @@ PACKAGES = {
     "accelerate_ddp": "accelerate",
     "fastai_distributed": "fastai",
     "hf_trainer": "transformers",
+    "tensorboard": "tensorboard",
 }
 PRELUDE = """
 import os, torch, torch.distributed, taas.rehearsal

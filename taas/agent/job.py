@@ -286,7 +286,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
 
 
 def _write_to(log: str) -> None:
-    """Redirect the output of user code to the run's folder, or leave it in the agent's log.
+    """Redirect the output of user code to a file; if that fails, it stays in the agent's log.
 
     Output is line-buffered, since a data worker is killed at the end of the run, and loses
     everything that it has not written yet.

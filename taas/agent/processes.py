@@ -3,7 +3,7 @@
 An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): every process that a rank started
 remains a descendant of the agent, even if it has made its own session and its parent is gone. So a
 child of the agent other than the forkserver is an orphan of a rank. Apart from the forkserver and
-its descendants, only such orphans are ever signalled.
+its descendants, only such orphans and their descendants are ever signalled.
 """
 
 from __future__ import annotations

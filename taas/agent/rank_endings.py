@@ -71,7 +71,7 @@ class Rank:
         started: whether the rank has begun the cell.
         at_work: whether it has noticed the interrupt, or is in C code that takes a while.
         packing: whether it is packing its variables.
-        kept: the message by which it reported that it waits for the next cell; None before.
+        kept: the message by which it reported that it waits for the next cell; otherwise None.
         imported: the installed modules that it has imported, if they are many.
         too_late: whether it was killed because its variables had not come in time.
         asleep: whether it was still asleep when its time was over: an interrupt wakes up Python

@@ -73,7 +73,7 @@ class Headroom:
     def take_progress(self, rank: int, waited: float, asked: Iterable[int]) -> None:
         """Record how long a rank has waited in total, and raise the targets that made it wait.
 
-        ``asked`` are the plans that it has requested.
+        ``asked`` are the open plans from which it requests batches.
         """
         state = self.ranks[rank]
         if waited - state.waited > _WAITED:

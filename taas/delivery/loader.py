@@ -120,7 +120,7 @@ class PlannedSampler(DistributedSampler[Any]):
 
     def __init__(self, loader: DeliveredLoader, attributes: dict[str, Any]) -> None:
         # DistributedSampler.__init__ needs a process group and the dataset's length. The plan
-        # contains both, so it is not called.
+        # takes care of both, so it is not called.
         self._loader = loader
         self.__dict__.update(attributes)
 

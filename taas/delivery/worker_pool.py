@@ -1,8 +1,8 @@
 """A data VM's worker pool: it holds the registered loaders, and forks the data workers.
 
 Workers share the dataset's pages with the worker pool, so that a VM has one copy of it. A worker
-receives tickets, makes batches, and writes them to the memory from which the rank reads them. The
-pool reports how workers end, and replaces them.
+receives tickets, makes batches, and writes them to the memory from which the rank reads them, or
+sends them to the rank's host. The pool reports how workers end, and replaces them.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class AgentLink:
     def in_cell(self) -> bool:
         """Whether this process is the rank, and its cell is running.
 
-        Only then does it handle the agent's messages about the cell.
+        Only then may ``Keyboard`` ask the user for input.
         """
         return self.in_rank and self.last_word.is_open
 

@@ -253,7 +253,7 @@ def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
 
 def _last_word(number: int, arrival: Any, link: AgentLink, *, last: bool = True) -> RankEnded:
     """Report how a rank with a stuck main thread ended; unless ``last``, how it would end now."""
-    # and that thread sleeps in C code
+    # if this is another thread, the main thread sleeps in C code
     beside = threading.current_thread() is not threading.main_thread()
     ended = failed(number, KeyboardInterrupt())
     ended = msgspec.structs.replace(

@@ -2,8 +2,8 @@
 
 The order of the steps before the first cell is part of the design: the write protection is set up
 while the process has one thread, the rehearsal is installed before any library other than torch is
-imported, and the variables are restored after both. Everything except the variables may be done
-before the job arrives (rank/ready_ahead.py).
+imported, and the variables are restored after both, but before the shell is prepared for the cell.
+Everything except the variables may be done before the job arrives (rank/ready_ahead.py).
 """
 
 from __future__ import annotations

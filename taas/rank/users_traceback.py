@@ -2,9 +2,10 @@
 
 There are frames of taas where it calls the user's code: it imports a module of the project that
 the notebook has imported before (``import_hooks``), builds an object whose class has a
-``__setstate__``, calls the function that was given to a launcher, or re-raises an error of the
-user's code in a data worker. For errors of taas itself, and of a library that taas called, all
-frames are shown: the user, or a developer of taas, may need to know where the error came from.
+``__setstate__``, calls the function that was given to a launcher, or re-raises, in the rank,
+an error that user code raised in a data worker. For errors of taas itself, and of a library that
+taas called, all frames are shown: the user, or a developer of taas, may need to know where the
+error came from.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The run's worker thread does this, so that an interrupt never waits for it. It spends at
 most about a tenth of its time reading. If a cell prints faster than that, the reader falls behind,
-and at the end of the run it gets a limited time to catch up. This leaves the processors to the
+and at the end of the run it reads only the last part of the rest. This leaves the processors to the
 ranks and to the kernel. If output has to be skipped, the gap is before the end of the curve.
 
 If there are several ranks, only one is read: rank 0, or the first rank that the cell shows

@@ -34,7 +34,7 @@ _IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "pr
 
 
 class Fleet:
-    """The VMs of all engines; an engine is started when a VM is first requested from it.
+    """The VMs of all engines; an engine is started when it is first needed (VMs, or ``Prepare``).
 
     ``started`` is called when there are new VMs or a new engine, ``strike`` for each VM that is
     about to end, and ``ended`` when the agents of released or lost VMs have exited.

@@ -67,7 +67,7 @@ class HangWatch:
         self._suspicious = False
 
     def watch_finish(self) -> None:
-        """Look at the ranks more often, now that the run is finishing."""
+        """Check the ranks every ``FINISHING_LOOK`` seconds, now that the run is finishing."""
         self._period = deadlines.FINISHING_LOOK
         self._next = time.monotonic() + self._period
 

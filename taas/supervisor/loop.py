@@ -236,7 +236,7 @@ class Supervisor:
             self._begin(run)
 
     def _make_or_queue(self, submit: Submit, recorder: Recorder, kept: Run | None) -> Run | None:
-        """Make a run, or append it to the queue, if it may wait."""
+        """Make a run, or append it to the queue, if it may wait: behind those that wait already."""
         try:
             if submit.queue and self._queue.names:
                 raise NotEnoughDevices("other runs wait for devices")

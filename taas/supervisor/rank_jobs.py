@@ -97,7 +97,7 @@ class RankJobs:
         """Return why ranks cannot have the GPUs that they need, now that the VMs are up; else ''.
 
         Either some VM has fewer GPUs than needed (if no VM has any, the run is rehearsed instead),
-        or the engine assigned MIG instances, which are parts of GPUs.
+        or ranks need several GPUs on each VM, and some of the assigned ones are MIG instances.
         """
         needed = self._submit.cell.spec.gpus_per_vm
         # MIG devices of this machine were refused before; those of a remote VM are known only now

@@ -277,7 +277,7 @@ class Run:
     def _rank_vm_lost(self, number: int, how: str) -> None:
         vm, answer = self.vms[number], self.found.answer
         of_agent = answer is not None and answer.pid == vm.machine.pid
-        # after that stage, the client may have received the variables
+        # once the run has left these stages, the client may have received the variables
         held = of_agent and self.stage in UNDER_WAY
         if held:  # the variables were lost with the agent
             self.found.answer = None

@@ -118,7 +118,10 @@ class Refusal(NamedTuple):
 
 
 def refuse(heap: Heap, diff: Diff, known: int, roots: Iterable[int]) -> Refusal:
-    """Return what keeps its old state because objects failed; ``roots`` are those of variables."""
+    """Return what keeps its old state because objects failed.
+
+    ``roots`` are those of variables and places.
+    """
     new = set[int]()
     if heap.failed:
         new = heap.holding(heap.failed, range(known, len(heap.objects)))

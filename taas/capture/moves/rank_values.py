@@ -84,7 +84,10 @@ def _may_be_of_rank(value: Any, *, is_part: bool) -> bool:
 
 
 def names_of_rank(cell: str, namespace: dict[str, Any]) -> dict[str, bool]:
-    """Return the variables that a cell computes from the rank, with True for parts of data."""
+    """Return the variables that a cell computes from the rank.
+
+    True means that the value may itself be a part that was selected by the rank.
+    """
     said = {
         name
         for name, value in namespace.items()
