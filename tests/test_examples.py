@@ -142,8 +142,12 @@ def run_example(
     Returns what is printed, and the outputs of its cells.
 
     ``beside`` are files of the examples that it needs. ``then`` is a cell that the reader adds at
-    the end. The notebook has to run to its end.
+    the end. The notebook has to run to its end. The test is skipped if a library is missing.
     """
+    text = "".join((EXAMPLES / file).read_text() for file in (name, *beside))
+    for library in ("sklearn", "matplotlib"):
+        if re.search(rf"(?:import|from) {library}\b", text):
+            pytest.importorskip(library)
     for file in (name, *beside):
         shutil.copy(EXAMPLES / file, folder)
     if then:
@@ -167,8 +171,6 @@ def run_example(
 @pytest.mark.timeout(400)
 def test_demo_trains(tmp_path: Path) -> None:
     """The demo runs to its end: both losses fall, and the notebook's model is the trained one."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     printed, outputs = run_example("mnist_ddp.ipynb", tmp_path, "offline_mnist.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+), ", printed)]
     half = len(losses) // 2
@@ -198,7 +200,6 @@ def test_data_vms_share_the_reading(tmp_path: Path) -> None:
 
     The waiting of both is plotted.
     """
-    pytest.importorskip("matplotlib")
     then = "print('without =', sum(waits_without) / 32)\nprint('with =', sum(waits_with) / 16)"
     printed, outputs = run_example("data_delivery.ipynb", tmp_path, then=then)
     assert re.findall(r"(\d+) steps, \d+\.\d s waited", printed) == ["32", "16"]
@@ -212,8 +213,6 @@ def test_data_vms_share_the_reading(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_sweep_is_a_loop_and_a_plot(tmp_path: Path) -> None:
     """It has at most 30 lines of code. Four runs train, and of their losses one plot is drawn."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     cells = nbformat.read(EXAMPLES / "sweep.ipynb", as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
@@ -230,7 +229,6 @@ def test_a_sweep_is_a_loop_and_a_plot(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_lora_changes_what_the_model_writes(tmp_path: Path) -> None:
     """Both trainings learn; fine-tuning leaves the frozen weights, and changes the sample."""
-    pytest.importorskip("matplotlib")
     then = block("""
         import json
         print("reading =", json.dumps(reading))
@@ -255,7 +253,6 @@ def test_lora_changes_what_the_model_writes(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_images_come_from_a_folder(tmp_path: Path) -> None:
     """Data workers read 640 pictures in each of six epochs; the network tells others apart."""
-    pytest.importorskip("matplotlib")
     printed, outputs = run_example("images.ipynb", tmp_path)
     assert len(list((tmp_path / "shapes" / "train").rglob("*.png"))) == 640
     assert re.findall(r"in (\d+) steps", printed) == ["20"] * 6, "40 batches, two ranks"
@@ -270,8 +267,6 @@ def test_images_come_from_a_folder(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_the_deadlock_is_found_and_mended(tmp_path: Path) -> None:
     """The report says where each rank waits; with equal shares nobody waits for good."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     then = block("""
         import json
         print("steps =", json.dumps([steps, mended_steps]))
@@ -299,8 +294,6 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
 
     The losses are those of a training without an interruption: the optimizer's state came back.
     """
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     then = block("""
         import json
         torch.manual_seed(0)
@@ -330,8 +323,6 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_ranks_evaluate_as_one_process(tmp_path: Path) -> None:
     """Counts summed over ranks, and predictions put together, are those of one process."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     then = block("""
         import json
         with torch.no_grad():
@@ -355,8 +346,6 @@ def test_ranks_that_stay_try_three_learning_rates(tmp_path: Path) -> None:
 
     The cell with the debugger is skipped where no person runs the notebook.
     """
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     then = "import json\nprint('found =', json.dumps(found))"
     printed, outputs = run_example("interactive.ipynb", tmp_path, then=then)
     found = numbers(printed, "found")

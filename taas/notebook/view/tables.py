@@ -224,36 +224,40 @@ def facts(record: RunRecord) -> dict[str, Any]:
 def line(record: RunRecord, now: float | None = None, left: float | None = None) -> Shown:
     """Show one run in a compact line, with the time of the line; below it, what is wrong.
 
-    The numbers that its cell prints stand in it, each with a small curve. ``left``: seconds until
-    it will be over.
+    The line contains the numbers that the cell prints, each with a small curve. ``left``: seconds
+    until the run will be over.
     """
     now = time.time() if now is None else now
-    elapsed = _elapsed(record, now)
-    if record.state == "running" and left is not None and left >= 1:
-        elapsed += f", about {span(left, whole=True)} left"
-    parts = [_ranks(record), elapsed, record.device]
-    if record.restarts:
-        parts.append(
-            f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}"
-        )
-    parts += [_delivery(record), _written(now) if record.live else ""]
     head = f"{_MARKS[record.outcome or 'live']} {record.name} {_state(record)}"
     if record.outcome in ("failed", "lost") and (cause := _cause(record)):
         head += f": {on_one_line(cause, _WHERE_WIDTH)}"
-    printed = drawing.numbers(read_curves(record.folder))
-    quiet = " · ".join(["", *filter(None, parts)])
-    dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
+    quiet = " · ".join(["", *filter(None, _details(record, now, left))])
     goes_on = record.live and not record.questions  # a question to a person stops the updates
-    colour = _COLOURS.get(record.outcome, "")
-    bold = f'<b style="color:{colour}">' if colour else "<b>"
-    told = f" · {printed.html}" if printed.html else ""
-    shown = Shown(
-        f"{head} · {printed.text}{quiet}" if printed.text else head + quiet,
-        f"<div>{bold}{html.escape(head)}</b>{told}{dim}{_stale(now) if goes_on else ''}</div>",
-    )
+    stale = _stale(now) if goes_on else ""
+    colour = _COLOURS.get(record.outcome)
+    opening = "<b>" if colour is None else f'<b style="color:{colour}">'
+    bold = f"{opening}{html.escape(head)}</b>"
+    dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
+    shown = Shown(head + quiet, f"<div>{bold}{dim}{stale}</div>")
+    if (printed := drawing.numbers(read_curves(record.folder))).text:
+        shown = Shown(
+            f"{head} · {printed.text}{quiet}", f"<div>{bold} · {printed.html}{dim}{stale}</div>"
+        )
     if note := _note(record):
         shown += Shown(f"  {note}", plain(note).html)
     return shown if record.trouble is None else _with_trouble(shown, record, record.trouble)
+
+
+def _details(record: RunRecord, now: float, left: float | None) -> list[str]:
+    """Return the less important parts of a run's line; empty ones are not shown."""
+    elapsed = _elapsed(record, now)
+    if record.state == "running" and left is not None and left >= 1:
+        elapsed += f", about {span(left, whole=True)} left"
+    again = ""
+    if record.restarts:
+        again = f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}"
+    written = _written(now) if record.live else ""
+    return [_ranks(record), elapsed, record.device, again, _delivery(record), written]
 
 
 def _with_trouble(shown: Shown, record: RunRecord, trouble: Trouble) -> Shown:
@@ -453,6 +457,23 @@ def _cell_view(cell: str | Shown) -> Shown:
     return Shown(cell, html.escape(cell)) if isinstance(cell, str) else cell
 
 
+def _without_empty(
+    heads: Sequence[str], rows: list[list[Shown]]
+) -> tuple[list[str], list[list[Shown]]]:
+    """Return heads and rows without the columns in which all cells are empty."""
+    used = [column for column in range(len(heads)) if any(row[column].text for row in rows)]
+    return [heads[column] for column in used], [[row[column] for column in used] for row in rows]
+
+
+def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line of text for each row, with the cells of each column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def table(
     heads: Sequence[str],
     rows: Sequence[Sequence[str | Shown]],
@@ -468,23 +489,14 @@ def table(
         opened: for each row, by the key of :func:`fold`, the HTML that its last cell opens, if
             there is some.
     """
-    views = [[_cell_view(cell) for cell in row] for row in rows]
-    used = [column for column in range(len(heads)) if any(row[column].text for row in views)]
-    heads = [heads[column] for column in used]
-    views = [[row[column] for column in used] for row in views]
-    texts = [heads, *([cell.text for cell in row] for row in views)]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(heads))]
-
-    def line_of(row: Sequence[str]) -> str:
-        return "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-
-    text, body = [line_of(heads)], ""
+    heads, views = _without_empty(heads, [[_cell_view(cell) for cell in row] for row in rows])
+    first, *lines = _in_columns([heads, *([cell.text for cell in row] for row in views)])
+    text, body = [first], ""
+    below = remarks or [""] * len(rows)
     inner = opened.items() if opened else [("", "")] * len(rows)
-    for row, remark, (key, more) in zip(views, remarks or [""] * len(rows), inner, strict=True):
+    for row, in_text, remark, (key, more) in zip(views, lines, below, inner, strict=True):
         *cells, last = (cell.html for cell in row)
-        text.append(line_of([cell.text for cell in row]))
+        text.append(in_text)
         body += _row_in_html("td", [*cells, fold(key, row[-1].text, more) if more else last])
         if remark:
             text.append(f"    {remark}")
