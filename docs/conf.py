@@ -40,7 +40,7 @@ myst_heading_anchors = 3
 
 # The examples have no outputs in git. They are executed, each in an empty folder, and their outputs
 # are kept by the text of their cells, beside the site (artefacts/.jupyter_cache).
-nb_execution_mode = "cache"
+nb_execution_mode = os.environ.get("TAAS_DOCS_EXECUTION", "cache")
 nb_execution_in_temp = True
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True  # a page that is read is not read again, nor warned of
